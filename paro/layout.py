@@ -31,6 +31,11 @@ Shape = tuple[int, ...]
 Part = TypeVar("Part")
 
 
+def round_up(value: int, multiple: int) -> int:
+    """Round a size up to a multiple of another."""
+    return -(-value // multiple) * multiple
+
+
 def shape_text(shape: Shape) -> str:
     """Return the shape as text, such as 3x4."""
     return "x".join(map(str, shape)) or "a scalar"
@@ -200,18 +205,18 @@ def make_layout(*slices: Sequence[ParamChunk], world_size: int) -> UnitLayout:
     first = [[chunk for chunk in chunks if len(chunk.shape) > 1] for chunks in slices]
     others = [[chunk for chunk in chunks if len(chunk.shape) <= 1] for chunks in slices]
     matrix_stop, longest_of_others = (
-        max(sum(_round_up(chunk.numel, ALIGN) for chunk in chunks) for chunks in part)
+        max(sum(round_up(chunk.numel, ALIGN) for chunk in chunks) for chunks in part)
         for part in (first, others)
     )
     assert world_size % number == 0, f"{number} slices on {world_size} ranks"
-    length = _round_up(matrix_stop + longest_of_others, ALIGN * (world_size // number))
+    length = round_up(matrix_stop + longest_of_others, ALIGN * (world_size // number))
     placed = []
     for index in range(number):
         for chunks, start in ((first[index], 0), (others[index], matrix_stop)):
             position = index * length + start
             for chunk in chunks:
                 placed.append(ChunkRange(chunk, 0, chunk.numel, position))
-                position = _round_up(position + chunk.numel, ALIGN)
+                position = round_up(position + chunk.numel, ALIGN)
     return UnitLayout(tuple(placed), matrix_stop, number * length, num_slices=number)
 
 
@@ -234,19 +239,13 @@ def make_sliced_layout(
     `cuts` maps each name to the dim it is split along. With `half` the layout holds only the first
     (0) or second (1) half of every slice.
     """
-    parts = 1 if half is None else 2
+    parts, first = (1, 0) if half is None else (2, half)
     slices = [
         [
-            slice_chunk(
-                name,
-                shape,
-                dim=cuts[name],
-                index=index * parts + (half or 0),
-                number=number * parts,
-            )
+            slice_chunk(name, shape, dim=cuts[name], index=index, number=number * parts)
             for name, shape in shapes.items()
         ]
-        for index in range(number)
+        for index in range(first, number * parts, parts)
     ]
     return make_layout(*slices, world_size=world_size)
 
@@ -276,7 +275,7 @@ def split_range(whole: Chunk | ParamChunk, low: int, high: int) -> Iterator[tupl
     """
     offsets, sizes = whole.offsets, whole.sizes
     row = prod(sizes[1:])
-    whole_rows = _round_up(low, row), high // row * row
+    whole_rows = round_up(low, row), high // row * row
     cuts = {low, high, *(at for at in whole_rows if low < at < high)}
     for begin, end in pairwise(sorted(cuts)):
         index = begin // row
@@ -336,7 +335,3 @@ def parameter_runs(chunk: ParamChunk, low: int, high: int) -> Iterator[tuple[int
         for indices in product(*(range(first, first + size) for first, size in before)):
             begin = sum(map(mul, (*indices, *offsets[dim:]), strides))
             yield begin, begin + prod(sizes[dim:])
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -144,8 +144,7 @@ def _from_degrees(
                 f"{FLAG} {text}: the {state} degree {degree} does not divide the "
                 f"{count_text(world_size, 'rank')}; choose one of {_divisors(world_size)}"
             )
-    chain = sorted({*degrees, group_size})
-    for low, high in pairwise(chain):
+    for low, high in pairwise(sorted({*degrees, group_size})):
         if high % low != 0:
             raise UserError(
                 f"{FLAG} {text} with --paro-group-size {group_size}: {low} does not divide {high}, "

@@ -185,14 +185,6 @@ def make_topology(*, world_size: int, group_size: int, degrees: tuple[int, ...])
     return Topology(world_size, group_size, tuple(axes))
 
 
-def communicator_ctas(multiprocessors: int, communicators: int) -> int:
-    """Return the most thread blocks of an NCCL communicator with which all fit on a GPU.
-
-    The number is a power of two; every communicator has at least one.
-    """
-    return min(MOST_CTAS, 1 << max(0, (multiprocessors // communicators).bit_length() - 1))
-
-
 class Axes(Enum):
     """The kinds of links that the axes of a collective use."""
 

@@ -12,6 +12,7 @@ from paro.arguments.parser import take
 from paro.config.train import TrainConfig
 from paro.errors import UserError, check_least, contradiction, flag_of
 from paro.files.schema import conform
+from paro.layout import round_up
 from paro.precision import PrecisionConfig
 from paro.schedule.batch_schedule import BatchSchedule, parse_steps
 from paro.schedule.loss_scale import LossScaleConfig
@@ -60,8 +61,7 @@ def take_batch_flags(args: Namespace) -> BatchFlags:
     if args.step_batch_size_schedule is not None:
         for flag in ("global_batch_size", "rampup_batch_size"):
             if getattr(args, flag) is not None:
-                other = flag_of(flag)
-                raise contradiction("--step-batch-size-schedule", other)
+                raise contradiction("--step-batch-size-schedule", flag_of(flag))
         steps = parse_steps(args.step_batch_size_schedule, args.seq_length)
         global_batch_size = steps[-1][1]
     return take(
@@ -87,20 +87,15 @@ def fitting_batches(args: Namespace, data_parallel_size: int) -> dict[str, objec
     if steps is not None:
         values |= {"global_batch_size": None, "step_batch_size_schedule": _steps(steps, unit)}
     elif whole is not None:
-        values["global_batch_size"] = whole = _multiple(whole, unit)
+        values["global_batch_size"] = whole = round_up(whole, unit)
         if args.rampup_batch_size is not None:
             start, increment, samples = args.rampup_batch_size
-            start = min(_multiple(max(start, 1), unit), whole)
-            increment = min(_multiple(max(increment, 1), unit), max(whole - start, unit))
+            start = min(round_up(max(start, 1), unit), whole)
+            increment = min(round_up(max(increment, 1), unit), max(whole - start, unit))
             while start < whole and (whole - start) % increment:
                 increment += unit
             values["rampup_batch_size"] = [start, increment, samples]
     return values
-
-
-def _multiple(size: int, unit: int) -> int:
-    """Round the size up to a multiple of the unit."""
-    return -(-size // unit) * unit
 
 
 def _steps(text: str, unit: int) -> str:
@@ -108,7 +103,7 @@ def _steps(text: str, unit: int) -> str:
     steps = [entry.partition(":") for entry in text.replace(",", " ").split()]
     if not all(size.isdecimal() for *_, size in steps):
         return text
-    return " ".join(f"{begin}:{_multiple(int(size), unit)}" for begin, _, size in steps)
+    return " ".join(f"{begin}:{round_up(int(size), unit)}" for begin, _, size in steps)
 
 
 def take_train(args: Namespace, batches: BatchSchedule) -> TrainConfig:

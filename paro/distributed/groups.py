@@ -50,7 +50,7 @@ from paro.distributed.control import Control
 from paro.distributed.exposed_time import ExposedTimer
 from paro.distributed.process_group import RuntimeConfig
 from paro.errors import UserError
-from paro.topology import AxisSpan, Link, Sent, Spans, StreamKind, Topology, communicator_ctas
+from paro.topology import MOST_CTAS, AxisSpan, Link, Sent, Spans, StreamKind, Topology
 
 
 class ByteCounter:
@@ -279,9 +279,9 @@ _OVERRIDING = ("MAX_CTAS", "MIN_NCHANNELS", "MIN_NRINGS", "MIN_P2P_NCHANNELS", "
 
 
 def bounded_ctas(multiprocessors: int, communicators: int) -> int:
-    """Return the most thread blocks of a communicator with which all fit on a GPU.
+    """Return the most thread blocks of a communicator with which all fit: a power of two.
 
-    `UserError` if NCCL variables ask for more than fits.
+    `UserError` if not every communicator has one, or if NCCL variables ask for more than fits.
     """
     room = multiprocessors // communicators
     texts = {f"NCCL_{name}": os.environ.get(f"NCCL_{name}", "") for name in _OVERRIDING}
@@ -294,7 +294,7 @@ def bounded_ctas(multiprocessors: int, communicators: int) -> int:
             f"multiprocessors of a GPU, do not fit on it at once: {unset}give "
             "--paro-nccl-launch-order implicit"
         )
-    return communicator_ctas(multiprocessors, communicators)
+    return min(MOST_CTAS, 1 << (room.bit_length() - 1))
 
 
 def _nccl_options(

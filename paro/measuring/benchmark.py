@@ -33,7 +33,7 @@ from paro.distributed.control import Control
 from paro.distributed.groups import make_groups, make_resources
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.timers import synchronize, time_of
-from paro.layout import ALIGN
+from paro.layout import ALIGN, round_up
 from paro.machine.collective_time import choice_of
 from paro.machine.machine import Device, Machine, MeasuredTime, fit_link
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Link, Topology, axes_of, nested_range
@@ -203,7 +203,7 @@ class CollectiveBenchmark:
         """
         device, timed = self.control.device, checked.collective
         ahead = int(device.type == "cuda")
-        shape = ahead + repeats, -(-timed.numel // ALIGN) * ALIGN
+        shape = ahead + repeats, round_up(timed.numel, ALIGN)
         registered, values = collectives.groups.registered, checked.values.new_empty(0)
         num_bytes = math.prod(shape) * timed.dtype.itemsize
         registered.reserve({True: (num_bytes, 1)}, self.control)

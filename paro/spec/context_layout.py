@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from model.config import LlamaConfig
@@ -84,10 +84,6 @@ class ContextLayout:
         """The number R of sets, one rank of each in a ring."""
         return self.size // self.heads
 
-    def in_groups(self, group_size: int) -> ContextLayout:
-        """Return the layout with `inner` set to its value in groups of `group_size`."""
-        return replace(self, inner=min(max(self.inner or group_size, self.heads), self.size))
-
     def ranges(self, rank: int, seq_length: int) -> tuple[range, ...]:
         """Return the positions in the sample of a rank's tokens, in their order on the rank.
 
@@ -122,7 +118,7 @@ class ContextLayout:
         """Return how the ranks of a ring exchange keys and values."""
         if self.gathers:
             return GatheredKV(topology.axes_between(self.heads, self.size))
-        cut = self.in_groups(topology.group_size).inner
+        cut = min(max(self.inner or topology.group_size, self.heads), self.size)
         inner, outer = (
             topology.axes_between(*ends) for ends in ((self.heads, cut), (cut, self.size))
         )

@@ -250,7 +250,6 @@ def prepare_for_muon(
     """
     if precision.optimizer != "muon":
         return tuple(units)
-    bucket_size = muon_bucket_size(strategy, precision, group_size)
     units = [
         replace(
             unit, matrices=tuple((m.offset, *m.chunk.sizes) for m in muon_chunks(unit.trainable))
@@ -259,7 +258,7 @@ def prepare_for_muon(
     ]
     trained = [unit for unit in units if unit.trainable.numel]
     kinds = [(unit.trainable.numel, unit.matrices) if unit.matrices else None for unit in trained]
-    sizes = iter(bucket_sizes(kinds, bucket_size))
+    sizes = iter(bucket_sizes(kinds, muon_bucket_size(strategy, precision, group_size)))
     return tuple(
         replace(unit, bucket_size=next(sizes)) if unit.trainable.numel else unit for unit in units
     )

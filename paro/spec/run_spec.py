@@ -78,13 +78,12 @@ class RunSettings:
 
     def context_limits(self, world_size: int) -> ContextLimits:
         """Return the limits of context-parallel layouts on a number of ranks."""
-        device_type, compute = self.device_type, self.precision.compute
         return ContextLimits(
             model=self.model,
             world_size=world_size,
             group_size=self.group_size,
             seq_length=self.seq_length,
-            no_log_sum_exp=self.model.why_no_log_sum_exp(device_type, compute),
+            no_log_sum_exp=self.model.why_no_log_sum_exp(self.device_type, self.precision.compute),
             rotates=self.materialize.rotates,
             alone=self.outer is not None,
         )
@@ -131,9 +130,8 @@ class RunSpec(RunSettings):
 
     @cached_property
     def topology(self) -> Topology:
-        degrees = self.strategy.degrees
         return make_topology(
-            world_size=self.world_size, group_size=self.group_size, degrees=degrees
+            world_size=self.world_size, group_size=self.group_size, degrees=self.strategy.degrees
         )
 
     def specs(self, units: Iterable[Unit]) -> list[ShardingSpec]:
@@ -184,22 +182,9 @@ class RunGroups(NamedTuple):
 
 
 def groups_of(run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> RunGroups:
-    """Return the process groups of a run, for its buffers and its algorithms of collectives."""
-    of_context = run.context.groups(run.context_topology, choice)
-    return RunGroups(_state_groups(run, specs, choice), of_context)
+    """Return the process groups of a run, for its buffers and its algorithms of collectives.
 
-
-def collectives_of(run: RunSpec, specs: Iterable[ShardingSpec]) -> set[Collective]:
-    """Return the different collectives of a step; a pass of shifts counts as its collective."""
-    others = {*PASS_OF.values()} if run.materialize.rotates else {*PASS_OF}
-    kinds = {*ActionKind} - others
-    return {sent for spec in {*specs} for kind in kinds for sent in spec.sent_by(kind)}
-
-
-def _state_groups(run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> Spans:
-    """Return the process groups of model states, for all kinds of steps of a run.
-
-    The first steps quantize nothing, and in them all ranks train synchronously.
+    They serve all kinds of steps: in the first nothing is quantized, and ranks are synchronous.
     """
     spans: defaultdict[StreamKind, set[AxisSpan]] = defaultdict(set)
     for variant in zip(*(spec.variants for spec in specs), strict=True):
@@ -211,4 +196,14 @@ def _state_groups(run: RunSpec, specs: Sequence[ShardingSpec], choice: Algorithm
     spans[StreamKind.EXCHANGE].update(rounds.span(run.topology) for rounds in muon_rounds(specs))
     along = {kind: frozenset(filter(None, of_kind)) for kind, of_kind in spans.items()}
     by_algorithms = {kind: along.pop(kind, frozenset()) for kind in COLLECTIVE_STREAMS}
-    return {**along, **needed_groups(choice, by_algorithms)}
+    return RunGroups(
+        states={**along, **needed_groups(choice, by_algorithms)},
+        context=run.context.groups(run.context_topology, choice),
+    )
+
+
+def collectives_of(run: RunSpec, specs: Iterable[ShardingSpec]) -> set[Collective]:
+    """Return the different collectives of a step; a pass of shifts counts as its collective."""
+    others = {*PASS_OF.values()} if run.materialize.rotates else {*PASS_OF}
+    kinds = {*ActionKind} - others
+    return {sent for spec in {*specs} for kind in kinds for sent in spec.sent_by(kind)}

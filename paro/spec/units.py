@@ -183,8 +183,7 @@ def shape_of_run(run: RunSpec, units: Sequence[Unit]) -> StepShape | RotationSha
         prefetch_units=run.prefetch_units,
         grads_in_forward=frozenset({len(units) - 1} if writes else ()),
     )
-    recomputed = recomputed_groups(unit_specs(run.config), shape.first_trained)
-    return replace(shape, recomputed=recomputed)
+    return replace(shape, recomputed=recomputed_groups(unit_specs(run.config), shape.first_trained))
 
 
 def registered_param_buffers(run: RunSpec, units: Sequence[Unit]) -> dict[bool, tuple[int, int]]:
@@ -201,10 +200,7 @@ def registered_param_buffers(run: RunSpec, units: Sequence[Unit]) -> dict[bool, 
     step = step_schedule(shape_of_run(run, units), num_micro_batches, run.updated_ahead)
     for kind, number, *_ in step.actions():
         if kind in signs:
-            trains, gathers = (
-                specs[number].buffer.trains,
-                specs[number].collectives[ActionKind.GATHER],
-            )
+            trains, gathers = specs[number].buffer.trains, specs[number].sent_by(ActionKind.GATHER)
             unsharded[trains] += signs[kind]
             most |= unsharded
             largest |= Counter({trains: sum(gather.num_bytes for gather in gathers)})
