@@ -178,9 +178,8 @@ def corrected(
         new = better.get(action.dest)
         if action.dest not in fields and new not in (None, action.default):
             groups_of.setdefault(action.option_strings[0], [action.option_strings[0], str(new)])
-    groups = list(groups_of.values())
     head = "These flags are left; paste them after pretrain_llama.py:"
-    return "\n".join([*notes, head, " \\\n".join(wrapped(groups))])
+    return "\n".join([*notes, head, " \\\n".join(wrapped(groups_of.values()))])
 
 
 def _replace(groups_of: dict[str, list[str]], added: Sequence[list[list[str]]]) -> list[str]:

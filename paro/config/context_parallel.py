@@ -35,6 +35,7 @@ from paro.spec.context_layout import (
 )
 from paro.strategy import Strategy
 from paro.text import listed
+from paro.topology import divisors
 
 AUTO = "auto"
 TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
@@ -168,10 +169,9 @@ def data_parallel_size_of(world: World, degree: int | str) -> int:
     if isinstance(degree, str):
         return 1
     if degree < 1 or world.size % degree:
-        fitting = (str(each) for each in range(1, world.size + 1) if world.size % each == 0)
         raise UserError(
-            f"{SIZE_FLAG} {degree} does not divide the {world.size} ranks: choose one "
-            f"of {', '.join(fitting)}"
+            f"{SIZE_FLAG} {degree} does not divide the {world.size} ranks: choose one of "
+            f"{', '.join(map(str, divisors(world.size)))}"
         )
     return world.size // degree
 
@@ -188,7 +188,7 @@ def possible_configs(
     """
     types = TYPES if TYPE_FLAG in base.auto else (base.cp_comm_type,)
     if not degrees and SIZE_FLAG in base.auto:
-        degrees = [n for n in range(1, limits.most + 1) if limits.world_size % n == 0]
+        degrees = [n for n in divisors(limits.world_size) if n <= limits.most]
     for degree in degrees or [base.context_parallel_size]:
         for name in types if degree > 1 else ["p2p"]:
             splits: list[tuple[int, ...] | None] = [base.hierarchical_context_parallel_sizes]
@@ -233,8 +233,8 @@ def with_micro_batches(
     """
     made = {}
     for config in configs:
-        most = config.context_parallel_size if grows else 1
-        for size in (n * micro_batch_size for n in range(1, most + 1) if most % n == 0):
+        for factor in divisors(config.context_parallel_size) if grows else [1]:
+            size = factor * micro_batch_size
             with suppress(UserError):  # the global batch is not a multiple of this size
                 made[config, size] = make(config, size)
     first = configs[0], micro_batch_size

@@ -83,8 +83,7 @@ def fitted_to_ranks(args: Namespace, world: World, model: LlamaConfig) -> Fitted
     if strategy != AUTO:
         degrees = degrees_of(strategy)
         if degrees is None:
-            spelled = parse_strategy(strategy, world_size=world.size, group_size=group_size)
-            degrees = spelled.degrees
+            degrees = parse_strategy(strategy, world_size=world.size, group_size=group_size).degrees
         fits["paro_strategy"] = _fitting(strategy, degrees, strategies, losable, survive)
     if args.paro_collective == AUTO and is_named:
         measured_on = find_machine(args.paro_machine).world_size
@@ -186,14 +185,12 @@ def nearest_surviving(
     trained = trainable.names(model)
 
     def held_bytes(strategy: Strategy) -> int:
-        degree = strategy.params if rotates else 1
-        in_place = sharding.rotate_in_place
         units = units_of(
             model,
             world_size=world.size,
             is_trained=trained.__contains__,
-            rotated_over=degree,
-            in_place=in_place,
+            rotated_over=strategy.params if rotates else 1,
+            in_place=sharding.rotate_in_place,
         )
         units = prepare_for_muon(units, strategy, precision, world.group_size)
         topology = world.topology(*strategy.degrees)

@@ -72,8 +72,7 @@ def check_muon(
     if sharding.materialize == "rotate":
         raise UserError(MUON_CONFLICT)
     shapes = parameter_shapes(model)
-    names = trainable.names(model)
-    if not any(is_for_muon(name, shapes[name]) for name in names):
+    if not any(is_for_muon(name, shapes[name]) for name in trainable.names(model)):
         raise UserError(
             f"--optimizer muon updates matrices of blocks, and --trainable {trainable} has none: "
             "leave it out"

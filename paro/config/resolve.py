@@ -53,7 +53,7 @@ from paro.planning.description import bits_text, describe
 from paro.planning.estimator import Estimator
 from paro.planning.planner import plan
 from paro.planning.remedies import why_nothing_fits
-from paro.planning.search_space import PlanRequest, SearchSpace
+from paro.planning.search_space import PlanRequest
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.schedule.batch_schedule import BatchSchedule
@@ -254,12 +254,8 @@ class OpenChoices:
         (config, size), batches = next(iter(candidates.items()))
         if is_unmeasured:
             return config, size, ()
-        space = SearchSpace(
-            strategies=None if strategy is None else (strategy,),
-            collectives=(sharding.collective,),
-            recomputes=(task.model.recompute,),
-        )
         request = task.plan_request(batches, replace(sharding, context=config))
+        space = request.as_given(None if strategy is None else (strategy,))
         return fastest_config(flag, request, candidates, space)
 
 

@@ -166,8 +166,7 @@ def take_sharding(args: Namespace, world: World) -> ShardingFlags:
     is_unmeasured = machine is None and (bool(flags) or args.paro_machine == MEASURE)
     if is_unmeasured:
         check_measurable(flags or [f"--paro-machine {MEASURE}"], sharding.world, args.dry_run)
-    measures_anew = args.paro_machine == MEASURE
-    return ShardingFlags(sharding, strategy, is_unmeasured, measures_anew)
+    return ShardingFlags(sharding, strategy, is_unmeasured, args.paro_machine == MEASURE)
 
 
 def check_measurable(flags: Sequence[str], world: World, dry_run: bool) -> None:

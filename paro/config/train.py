@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paro.errors import UserError, check_least, check_positive
+from paro.errors import UserError, check_between, check_least, check_positive
 
 MOST_ITERATIONS = 10**9  # above 30 years of steps that take a second
 
@@ -35,22 +35,12 @@ class TrainConfig:
     inter_bits_warmup_samples: int | None = None
 
     def __post_init__(self) -> None:
-        for flag, count in (("--train-iters", self.train_iters), ("--eval-iters", self.eval_iters)):
-            if count > MOST_ITERATIONS:
-                raise UserError(f"{flag} {count} must be at most {MOST_ITERATIONS}")
-        check_least(
-            0,
-            eval_iters=self.eval_iters,
-            eval_interval=self.eval_interval,
-            manual_gc_interval=self.manual_gc_interval,
-        )
+        check_between(1, MOST_ITERATIONS, train_iters=self.train_iters)
+        check_between(0, MOST_ITERATIONS, eval_iters=self.eval_iters)
+        check_least(0, eval_interval=self.eval_interval, manual_gc_interval=self.manual_gc_interval)
         hashes = self.check_weight_hash_across_dp_replicas_interval
-        check_least(
-            1,
-            train_iters=self.train_iters,
-            exit_interval=self.exit_interval,
-            check_weight_hash_across_dp_replicas_interval=hashes,
-        )
+        check_least(1, check_weight_hash_across_dp_replicas_interval=hashes)
+        check_least(1, exit_interval=self.exit_interval)
         check_positive(exit_duration_in_mins=self.exit_duration_in_mins)
         if self.skip_train and self.eval_iters == 0:
             raise UserError(

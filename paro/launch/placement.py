@@ -36,14 +36,13 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
     if same is not None and same != strategy.name:
         title += f" (here this is the same as {same})"
     outer, survival = config.sharding.outer, config.sharding.limits.survival(strategy)
-    table = describe_placement(strategy, topology, states)
     copies = f"> copies: {survival.describe()}"
     if config.sharding.survive:
         copies += f", as --paro-survive {config.sharding.survive} demands"
     return [
         title,
         *_sharing(config),
-        *table,
+        *describe_placement(strategy, topology, states),
         *([] if outer is None else [f"> outer steps: {outer.describe()}"]),
         copies,
         *_muon_lines(training, config.muon.muon_num_ns_steps),
@@ -82,10 +81,9 @@ def _sharing(config: RunConfig) -> list[str]:
     if size == 1:
         return []
     where = "inside groups" if size <= group_size else f"across {size // group_size} groups"
-    tokens = config.data.seq_length // size
     line = (
         f"> context parallelism: {context.cp_comm_type} over {size} neighbouring ranks {where}, "
-        f"{tokens:,} tokens of a sample on each"
+        f"{config.data.seq_length // size:,} tokens of a sample on each"
     )
     faster = None
     if config.estimator is not None and config.trained:

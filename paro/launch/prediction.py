@@ -27,8 +27,6 @@ from paro.spec.states import MASTER, adamw_states, averages, bytes_of, is_for_mu
 from paro.text import size_text
 from paro.topology import PLANNED_WAITS, WaitKind
 
-Fits = Callable[[DeviceMemory], bool]
-
 
 def check_memory(config: RunConfig, device: torch.device) -> str | None:
     """Raise `UserError` if the run cannot fit; all ranks must call it before any rank allocates.
@@ -37,21 +35,19 @@ def check_memory(config: RunConfig, device: torch.device) -> str | None:
     memory. If tensors fit but estimates of context and fragmentation do not, return a warning.
     """
     run, memory, ranks = config.spec, config.memory, max(1, config.world.ranks_per_node)
-    on_host, warning, checkpoint = 0, None, config.checkpoint
+    of_copy, warning, checkpoint = 0, None, config.checkpoint
     if config.save_folder is not None and checkpoint.async_save:
         # Lower bound of the host copy of an async save: the bytes per rank if all share a folder.
         has_base = checkpoint.load is not None and not checkpoint.save_frozen
         size = checkpoint_bytes(run, has_base=has_base, has_moments=not checkpoint.no_save_optim)
-        on_host = size // run.world_size
-    of_copy = on_host
+        of_copy = size // run.world_size
+    on_host = of_copy + memory.allocated
     if device.type == "cuda":
         warning = _check_device(config, device)
         of_states = offloaded(config.memories.specs(run)).host_bytes
-        on_host += of_states
         used = {"--async-save": of_copy, "--optimizer-cpu-offload": of_states}
         advice = f"leave {' or '.join(flag for flag in used if used[flag])} out"
-    else:
-        on_host += memory.allocated
+        on_host = sum(used.values())
     available = available_host_bytes()
     if on_host * ranks <= available:
         return warning
@@ -129,7 +125,7 @@ def upload_text(
     )
 
 
-def remedy_of(config: RunConfig, fits: Fits) -> str:
+def remedy_of(config: RunConfig, fits: Callable[[DeviceMemory], bool]) -> str:
     """List changes by which the predicted memory fits; first the changes that surely suffice."""
     run, snapshot = config.spec, config.memory.allocations
 
@@ -173,8 +169,7 @@ def planned_step(config: RunConfig) -> PlannedStep | None:
         return None
     request = estimator.request
     timeline = estimator.estimate(request.candidate(config.strategy)).timeline
-    times = {"step": timeline.seconds, "computing": timeline.compute_seconds}
-    seconds = defaultdict(float, times)
+    seconds = defaultdict(float, step=timeline.seconds, computing=timeline.compute_seconds)
     for name, (_, kind) in PLANNED_WAITS.items():
         if kind is not WaitKind.CONTEXT or request.context.size > 1:
             seconds["computing" if kind is None else kind.value] += timeline.exposed[name]

@@ -139,8 +139,7 @@ def agree_on_kernels(config: RunConfig, control: Control) -> tuple[RunConfig, li
             if what == "blocks":
                 agreed = replace(agreed, fusions=None)
             elif what == "update":
-                optim = replace(config.optim, adam_implementation="torch")
-                agreed = replace(agreed, optim=optim)
+                agreed = replace(agreed, optim=replace(config.optim, adam_implementation="torch"))
             line += ": all use torch's operations" * (what in ("blocks", "update"))
         if line:
             lines.append(f"> {line}")
@@ -170,8 +169,7 @@ def _tried(config: RunConfig, control: Control) -> Iterator[tuple[str, str]]:
 def early_watchdog() -> Iterator[None]:
     """Watch the block with the default limits, since reading --yaml-cfg may hang."""
     minutes = RuntimeConfig().distributed_timeout_minutes
-    rank = world_or_alone().rank
-    with Watchdog(WatchConfig(), rank=rank, timeout_minutes=minutes) as watchdog:
+    with Watchdog(WatchConfig(), rank=world_or_alone().rank, timeout_minutes=minutes) as watchdog:
         watchdog.begins("reading the flags", 0)
         yield
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from functools import lru_cache
@@ -60,9 +59,7 @@ class _File:
     conditions: dict[str, str] = field(default_factory=dict)
     measured: tuple[MeasuredTime, ...]
 
-    @staticmethod
-    def mistakes(given: Mapping[str, Any]) -> list[str]:
-        return ranks_mistakes(given)
+    mistakes = staticmethod(ranks_mistakes)
 
 
 # The names of fields that a file and a `Machine` have in common.
