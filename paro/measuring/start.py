@@ -272,8 +272,7 @@ def algorithms_of(run: RunSpec) -> tuple[str, ...]:
 
 def spans_of(run: RunSpec) -> list[AxisSpan]:
     """Return the axis spans along which collectives of a run are timed."""
-    topology = make_topology(world_size=run.world_size, group_size=run.group_size, degrees=())
-    axes = topology.axes
+    axes = make_topology(world_size=run.world_size, group_size=run.group_size, degrees=()).axes
     spans: list[AxisSpan] = [(axis,) for axis in axes]
     if algorithms_of(run) != ("native",) and len(axes) > 1:
         spans.append(axes)  # only native runs axis by axis

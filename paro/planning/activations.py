@@ -64,8 +64,7 @@ class Activations:
         # Whether matmuls write weights' gradients directly into their buffers, without a copy; the
         # embedding adds its rows there likewise.
         self.direct = matmul_writes(self.grad_bytes, run.compute_bytes, run.device_type)
-        in_fp32_on_cpu = run.device_type == "cpu" and run.compute_bytes == 4
-        self.adds_rows = self.direct and in_fp32_on_cpu
+        self.adds_rows = self.direct and run.device_type == "cpu" and run.compute_bytes == 4
         # Backward of a norm and the linear layers after it has the gradients of the block's
         # output, of the normalized input and of the input, and the normalized input. On a CPU,
         # below fp32, the norm uses two fp32 tensors instead of the normalized input.
@@ -134,8 +133,7 @@ class Activations:
                 peaks[field] = max(peaks[field], residual + scores)
         if run.context.ring > 1:
             # The MLP's backward is over, so its input, gate and up are free.
-            exchanging = kv_exchange_bytes(run) - 2 * ffn
-            peaks["in_backward"] = max(peaks["in_backward"], exchanging)
+            peaks["in_backward"] = max(peaks["in_backward"], kv_exchange_bytes(run) - 2 * ffn)
         return peaks
 
     def _fp8_transients(self, without: Mapping[str, int]) -> dict[str, int]:

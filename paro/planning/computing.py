@@ -106,9 +106,8 @@ class ComputeTimes:
 
     def update_seconds(self, strategy: Strategy, numel: int) -> float:
         precision = self.run.precision
-        twice = BYTES_OF[precision.accumulate] + bytes_of(
-            (*adamw_states(precision), *averages(precision))
-        )
+        states = (*adamw_states(precision), *averages(precision))
+        twice = BYTES_OF[precision.accumulate] + bytes_of(states)
         of_element = 2 * twice + self.run.compute_bytes
         return self.memory_seconds(numel // strategy.optim * of_element)
 

@@ -146,8 +146,7 @@ class AttentionSchedules:
             return (AttentionPass.RECOMPUTE_EXCEPT_CORE if keeps_core else AttentionPass.FORWARD,)
         if kind is not ActionKind.GRADIENTS:
             return ()
-        full = number > self._first_trained
-        backward = AttentionPass.BACKWARD if full else self._first_backward
+        backward = AttentionPass.BACKWARD if number > self._first_trained else self._first_backward
         if backward is None:
             return ()
         recomputes_core = recompute is not None and recompute.core_attention

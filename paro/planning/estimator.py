@@ -104,8 +104,7 @@ class Estimator:
 
     @cached_by(lambda run: (run.micro_batch_size, run.context, run.recompute, run.collective))
     def _context_costs_of(self, run: RunSpec) -> ContextCosts:
-        times = self._times_of(run.collective)
-        return ContextCosts(computing=self._computing_of(run), times=times)
+        return ContextCosts(computing=self._computing_of(run), times=self._times_of(run.collective))
 
     def _counts_of(self, run: RunSpec) -> StepCounts:
         recompute, rotates = run.recompute, run.materialize.rotates
@@ -198,5 +197,4 @@ class Estimator:
         if other is None or not self.request.chooses_bits:
             return estimate, other
         full, quantized = sorted((estimate, other), key=lambda e: e.precision.quantizes)
-        better = faster_bits(full, quantized)
-        return (quantized, full) if better is quantized else (full, quantized)
+        return (quantized, full) if faster_bits(full, quantized) is quantized else (full, quantized)

@@ -216,12 +216,8 @@ class _Search:
             ):
                 break
             estimate = self.estimate(row)
-            if (
-                estimate
-                and estimate.seconds <= enough
-                and (chosen is None or estimate.seconds < chosen.seconds)
-            ):
-                chosen = estimate
+            if estimate and estimate.seconds <= enough:
+                chosen = min(chosen or estimate, estimate, key=lambda e: e.seconds)
         return chosen
 
     def _smallest(self, rows: Sequence[_Bounded], first: Estimate, enough: float) -> Estimate:

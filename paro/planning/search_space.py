@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import product
 
 from model.config import FP8_MULTIPLE, LlamaConfig, RecomputeConfig
 from model.trainable import Trainable
@@ -83,8 +83,7 @@ class PlanRequest(RunSettings):
         With `context` None the request's context-parallel layout counts.
         """
         check_least(1, micro_batch_size=size)
-        context_parallel_size = (context or self.context).size
-        batch, num_ranks = self.global_batch_size, self.world_size // context_parallel_size
+        batch, num_ranks = self.global_batch_size, self.world_size // (context or self.context).size
         check_multiple("--global-batch-size", batch, size, num_ranks)
         return batch // (size * num_ranks)
 
@@ -283,11 +282,8 @@ def legal_strategies(
         if nests(degree, group_size) and nests(degree, links or degree)
     ]
     for params, grads, optim in product(degrees, repeat=3):
-        chain = sorted({params, grads, optim})
-        nested = all(b % a == 0 for a, b in pairwise(chain))
-        if not nested or optim < max(params, grads):
-            continue
-        yield strategy_of(params, grads, optim, world_size=world_size, group_size=group_size)
+        if nests(params, grads) and optim % params == optim % grads == 0:
+            yield strategy_of(params, grads, optim, world_size=world_size, group_size=group_size)
 
 
 def micro_batch_sizes(request: PlanRequest) -> tuple[int, ...]:
