@@ -125,9 +125,8 @@ def _answer(
 ) -> Iterator[str]:
     """Yield the first lines: whether the run starts and fits, bytes sent, and the step time."""
     world, runtime, memory = plan.config.world, plan.config.runtime, plan.config.memory
-    ranks = count_text(world.size, "rank")
     nodes = f"{count_text(world.num_nodes, 'node')} of {world.ranks_per_node}"
-    yield f"> dry run of {ranks} on {nodes}, {runtime.distributed_backend}"
+    yield f"> dry run of {count_text(world.size, 'rank')} on {nodes}, {runtime.distributed_backend}"
     for mistake in mistakes:
         yield f"> the launch would fail: {mistake}"
     if not mistakes:

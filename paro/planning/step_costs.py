@@ -261,7 +261,7 @@ class StepCosts:
         host, rate, ways = offloaded(self.comm_costs.specs), self.device.host_bytes_per_second, 2
         if self.machine.is_of_gpus:
             rate, ways = rate or _HOST_RATE, 1 if self.run.overlaps else 2
-        alone = host.slot_bytes / NUM_SLOTS if ways == 1 else 0.0
+        alone = sum(host.slots) / NUM_SLOTS if ways == 1 else 0.0
         return (ways * host.host_bytes + alone) / (rate or self.device.memory_bytes_per_second / 2)
 
     # Lower bound #

@@ -96,7 +96,7 @@ class MemorySnapshot(NamedTuple):
             sizes = (rounds.peak_bytes(wire_bytes) for rounds in muon_rounds(specs))
             copied += max(sizes, default=0)
         if self.updated:
-            copied += offloaded(specs).slot_bytes
+            copied += sum(offloaded(specs).slots)
         return self._replace(transient=self.transient + copied) if copied else self
 
 

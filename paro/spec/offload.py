@@ -18,10 +18,6 @@ class OffloadedStates(NamedTuple):
     host_bytes: int = 0  # their states, which cross PCIe twice a step
     slots: tuple[int, ...] = ()  # of each device buffer in which they are updated, in turn
 
-    @property
-    def slot_bytes(self) -> int:
-        return sum(self.slots)
-
 
 def offloaded(specs: Sequence[ShardingSpec]) -> OffloadedStates:
     """Return the last buffers that hold at least --optimizer-offload-fraction of the states."""

@@ -29,8 +29,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from paro.errors import UserError, check_least, check_positive, count_text
-from paro.strategy import FLAG, Strategy, strategy_of
+from paro.errors import UserError, check_least, check_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,20 +73,6 @@ class OuterConfig:
             f"{after}groups train alone and synchronize every {self.outer_steps} steps{parts}"
             f"{delay}, in {self.outer_bits} bits; learning rate {self.outer_lr:g}, {kind} "
             f"{self.outer_momentum:g}"
-        )
-
-    def infeasible_reason(
-        self, strategy: Strategy, *, world_size: int, group_size: int
-    ) -> str | None:
-        """Say why groups cannot train alone under a strategy; None if they can."""
-        if strategy.optim <= group_size:
-            return None
-        degrees = (min(degree, group_size) for degree in strategy.degrees)
-        inside = strategy_of(*degrees, world_size=world_size, group_size=group_size)
-        return (
-            f"--paro-outer-steps {self.outer_steps}: groups of {count_text(group_size, 'rank')} "
-            f"train alone, and under {FLAG} {strategy.name} optimizer state is sharded over "
-            f"{strategy.optim} ranks: give {FLAG} {inside.name}"
         )
 
     def begins(self, iteration: int) -> int | None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from model.config import LlamaConfig
 from paro.errors import UserError, count_text
 from paro.spec.outer_steps import OuterConfig
-from paro.strategy import FLAG, Strategy
+from paro.strategy import FLAG, Strategy, strategy_of
 from paro.topology import count_nodes, divisors
 
 MUON_CONFLICT = (
@@ -88,13 +88,25 @@ class StrategyLimits(NamedTuple):
 
         `rotated` is the model if its weights rotate, None if they are gathered.
         """
-        sizes = {"world_size": self.world_size, "group_size": self.group_size}
         reason = self.loss_reason(strategy)
         if reason is None and self.outer is not None:
-            reason = self.outer.infeasible_reason(strategy, **sizes)
+            reason = self._outer_reason(strategy, self.outer)
         if reason is None and rotated is not None:
             reason = self._rotation_reason(strategy, rotated)
         return reason
+
+    def _outer_reason(self, strategy: Strategy, outer: OuterConfig) -> str | None:
+        """Say why groups cannot train alone under a strategy; None if they can."""
+        group_size = self.group_size
+        if strategy.optim <= group_size:
+            return None
+        degrees = (min(degree, group_size) for degree in strategy.degrees)
+        inside = strategy_of(*degrees, world_size=self.world_size, group_size=group_size)
+        return (
+            f"--paro-outer-steps {outer.outer_steps}: groups of {count_text(group_size, 'rank')} "
+            f"train alone, and under {FLAG} {strategy.name} optimizer state is sharded over "
+            f"{strategy.optim} ranks: give {FLAG} {inside.name}"
+        )
 
     def _rotation_reason(self, strategy: Strategy, config: LlamaConfig) -> str | None:
         """Say why a model's weights cannot rotate under a strategy; None if they can.

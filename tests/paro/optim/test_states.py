@@ -305,7 +305,7 @@ def test_the_last_units_that_hold_the_share_are_offloaded() -> None:
         assert found.numbers == numbers
         assert found.host_bytes == sum(sizes[n] for n in numbers)
         slots = [sizes[n] for n in numbers]
-        assert found.slot_bytes == sum(max(slots[at::2], default=0) for at in range(2))
+        assert sum(found.slots) == sum(max(slots[at::2], default=0) for at in range(2))
     heads = spec_of(is_trained=lambda name: not name.startswith("head."))
     assert heads.numbers == (0, 1, 2, 3, 4)
 
