@@ -36,7 +36,7 @@ def recorded_arguments(config: RunConfig) -> dict[str, Any]:
     concerns = (model, config.batches, config.train, schedule, config.data, tokenizer)
     in_use = {of.name: getattr(concern, of.name) for concern in concerns for of in fields(concern)}
     sharding, ahead = config.sharding, config.sharding.updated_ahead
-    for concern in filter(None, (sharding, config.precision, sharding.outer)):
+    for concern in (sharding,) if sharding.outer is None else (sharding, sharding.outer):
         values = {f"paro_{of.name}": getattr(concern, of.name) for of in fields(concern)}
         in_use |= {n: value for n, value in values.items() if isinstance(value, str | int | float)}
     filled_in = {name: in_use.get(name, value) for name, value in config.arguments.items()}
@@ -55,7 +55,10 @@ def recorded_arguments(config: RunConfig) -> dict[str, Any]:
         "group_query_attention": model.num_query_groups < model.num_attention_heads,
         "padded_vocab_size": model.vocab_size,
         "paro_group_size": config.world.group_size,
-        "paro_inter_bits": None,  # auto is resolved into the bit widths of the precision
+        "paro_inter_bits": None,  # auto is resolved into the bit widths below
+        "paro_inter_grad_bits": config.precision.inter_grad_bits,
+        "paro_inter_grad_error_feedback": config.precision.inter_grad_error_feedback,
+        "paro_inter_param_bits": config.precision.inter_param_bits,
         "paro_strategy": config.strategy.name,
         "paro_updated_ahead": "all" if ahead is None else str(ahead),
         "split": config.data.split_in_use,

@@ -88,9 +88,8 @@ class CollectiveTimes:
 
     def seconds(self, op: Op, span: AxisSpan, num_bytes: int) -> float:
         """Return the time of a collective from start to end, if it shares links with no other."""
-        return math.fsum(
-            max(job.seconds for job in phase) for phase in self.phases(op, span, num_bytes)
-        )
+        phases = self.phases(op, span, num_bytes)
+        return math.fsum(max(job.seconds for job in phase) for phase in phases)
 
     def shift(self, span: AxisSpan, num_bytes: int, in_place: bool) -> tuple[ParallelJobs, ...]:
         """Return the jobs of a shift: every rank of a ring sends its slice to the next rank.
@@ -326,10 +325,8 @@ def pipeline_seconds(
 
 def fastest_num_chunks(machine: Machine, op: Op, span: AxisSpan, num_bytes: int) -> int:
     """Return the number of chunks with which a pipeline is fastest; link speeds must be known."""
-    return min(
-        range(1, MAX_CHUNKS + 1),
-        key=lambda num_chunks: pipeline_seconds(machine, op, span, num_bytes, num_chunks),
-    )
+    seconds_with = partial(pipeline_seconds, machine, op, span, num_bytes)
+    return min(range(1, MAX_CHUNKS + 1), key=seconds_with)
 
 
 def _has_links(machine: Machine, span: AxisSpan) -> bool:

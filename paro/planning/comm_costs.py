@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, product
 from typing import NamedTuple
 
 from paro.collectives.schedule import Op
@@ -275,9 +275,7 @@ class ContextCosts:
         return self._load(ActionKind.FORWARD), backward
 
     def _load(self, *kinds: ActionKind) -> Mapping[Hashable, float]:
-        actions = (
-            (kind, number) for kind in kinds for number in range(len(self.computing.per_unit))
-        )
+        actions = product(kinds, range(len(self.computing.per_unit)))
         busy: defaultdict[Hashable, float] = defaultdict(float)
         for (attn_pass, seconds), count in Counter(chain(*map(self.passes, actions))).items():
             requests = self._schedules[attn_pass]

@@ -265,9 +265,8 @@ class AttentionSchedules:
                 messages.append(AttentionMessage(op, span, self._exchange.ranks * num_bytes))
             else:
                 of_heads = round(num_bytes // sizes.num_chunks * (heads / sizes.kv_heads))
-                messages.append(
-                    AttentionMessage(Receivers.NEXT, span, of_heads, sizes.num_chunks * number)
-                )
+                count = sizes.num_chunks * number
+                messages.append(AttentionMessage(Receivers.NEXT, span, of_heads, count))
         return AttentionSend(route.name, tuple(messages))
 
     def sent(self, actions: Iterable[Action], sender: Sender) -> Sent:

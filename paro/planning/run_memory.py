@@ -56,15 +56,7 @@ class RunMemory:
         self._machine = machine
         self._num_chunks = chunk_count_by(machine)
 
-    @cached_by(
-        lambda run: (
-            run.world_size,
-            run.trained,
-            run.materialize.rotates and run.strategy.params,
-            run.materialize,
-            run.bucket_size,
-        )
-    )
+    @cached_by(lambda run: run.units_kind)
     def units(self, run: RunSpec) -> tuple[Unit, ...]:
         """Return the units of a run."""
         return units_of_run(run)

@@ -67,9 +67,7 @@ class StepCounts:
         schedule = self.schedule(1)
         ((forward, backward),) = schedule.micro_batches
         actions = [*chain.from_iterable((*forward, *backward, *schedule.end))]
-        computing = [
-            index for index, (kind, *_) in enumerate(actions) if kind >= ActionKind.FORWARD
-        ]
+        computing = [at for at, (kind, *_) in enumerate(actions) if kind >= ActionKind.FORWARD]
         begin, end = actions[: computing[0]], actions[computing[-1] :]
         return Counter(_waited_for((begin,))), Counter(_waited_for((end,)))
 

@@ -100,12 +100,16 @@ class RunSpec(RunSettings):
     num_micro_batches: int  # the largest number of micro-batches in a step
 
     @property
+    def units_kind(self) -> tuple[object, ...]:
+        """The part of the description that decides the units and their flat buffers."""
+        rotated_over = self.strategy.params if self.materialize.rotates else 1
+        return self.world_size, self.trained, self.bucket_size, self.materialize, rotated_over
+
+    @property
     def step_kind(self) -> tuple[object, ...]:
         """The part of the description that decides the actions of a step."""
         params, grads, _ = self.strategy.degrees
-        degrees = (params,) if self.materialize.rotates else (params > 1, grads > 1)
-        of_units = self.world_size, self.trained, self.bucket_size
-        return *of_units, self.recompute, self.materialize, degrees
+        return *self.units_kind, self.recompute, params > 1, grads > 1
 
     @property
     def states_kind(self) -> tuple[object, ...]:

@@ -340,7 +340,7 @@ def test_a_gpus_memory_has_slots_instead_of_states() -> None:
         assert of_plain.optim - of_other.optim == saved * own.host_bytes
         snapshot = memories.tally(other).at("the update", updated=1)
         in_slots = snapshot.with_copies(other, memories.specs(other))
-        assert in_slots.total - snapshot.total == own.slot_bytes > 0
+        assert in_slots.total - snapshot.total == sum(own.slots) > 0
         assert snapshot.with_copies(plain, memories.specs(plain)) == snapshot
 
 
@@ -352,7 +352,7 @@ def test_a_step_takes_longer_by_the_bytes_over_pcie() -> None:
     candidate = request.candidate(request.strategy("IIG"))
     plain, other = (Estimator(each).estimate(candidate) for each in (request, offloading))
     own = offloaded(Estimator(offloading).costs(candidate).comm_costs.specs)
-    seconds = (own.host_bytes + own.slot_bytes / 2) / 1e9
+    seconds = (own.host_bytes + sum(own.slots) / 2) / 1e9
     assert other.seconds - plain.seconds == pytest.approx(seconds)
     assert (plain.host_bytes, other.host_bytes) == (0, own.host_bytes)
     tables = [rows_table(offloading, rows) for rows in ((plain,), (plain, other))]

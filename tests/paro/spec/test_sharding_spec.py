@@ -159,6 +159,16 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_buckets, "__code__", code)
 
 
+def sharded_as_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms are sharded as the weights are that rotate."""
+    of = sharding_spec.buffers_of
+    monkeypatch.setattr(
+        sharding_spec,
+        "buffers_of",
+        lambda units: of([replace(unit, replicated=False) for unit in units]),
+    )
+
+
 def constant(name: str, value: object) -> Patch:
     return lambda monkeypatch: monkeypatch.setattr(sharding_spec, name, value)
 
@@ -197,7 +207,7 @@ MUTATIONS: dict[str, tuple[str, Patch]] = {
         "Muon",
         sends(ActionKind.GRAD_SYNC, numel=lambda n: n // 2),
     ),
-    "norms sharded as weights": ("rotation", constant("replicated", lambda strategy: strategy)),
+    "norms sharded as weights": ("rotation", sharded_as_weights),
 }
 
 
