@@ -14,7 +14,6 @@ import io
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,9 +29,8 @@ from paro.errors import UserError, open_files_limit
 from paro.files.atomic_file import replace_file, replacing
 from paro.files.checksum import crc32_of_file
 from paro.files.regular_file import RegularFile, read_text
-from paro.files.waits import LimitedWait, try_lock
+from paro.files.waits import wait_for_lock
 
-_POLL_SECONDS = 0.05
 _HEADER_BYTES = 2**14  # largest .npy header that numpy writes for arrays of numbers
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 Indices = TypeVar("Indices", bound=NamedTuple)  # arrays, by the names of their files
@@ -106,14 +104,9 @@ def _alone_on_this_machine(entry: CacheEntry) -> Iterator[None]:
 
 def _lock(descriptor: int, path: Path) -> None:
     """Take the lock and write this process into its file, for processes that wait."""
-    wait: LimitedWait | None = None
-    while not try_lock(descriptor):
-        if wait is None:
-            holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
-            who = f"process {holder or 'unknown'} of this machine"
-            wait = LimitedWait(f"{who}, which builds indices and holds the lock {path}")
-        wait.check()
-        time.sleep(_POLL_SECONDS)
+    holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
+    who = f"process {holder or 'unknown'} of this machine"
+    wait_for_lock(descriptor, f"{who}, which builds indices and holds the lock {path}")
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
 

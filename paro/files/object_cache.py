@@ -11,7 +11,6 @@ import os
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
@@ -22,7 +21,7 @@ from typing import Any, ClassVar
 from paro.errors import UserError, reading, writing
 from paro.files.atomic_file import replace_file, replacing
 from paro.files.object_store import StorePath, path_of, store_timeout
-from paro.files.waits import LimitedWait, try_lock
+from paro.files.waits import try_lock, wait_for_lock
 
 FLAG = "--object-storage-cache-path"
 BLOCK_BYTES = 2**20
@@ -31,7 +30,6 @@ _AHEAD = 8  # blocks that are fetched before they are read, where reads follow o
 _THREADS = 8  # calls at once of a process
 _LOCKS = 64  # files of locks per object
 BLOCKS = "blocks"  # the folder of blocks in that of the cache
-_POLL_SECONDS = 0.02
 _DEFAULT = Path(tempfile.gettempdir()) / f"llama-paro-objects-{os.getuid()}"
 
 
@@ -54,20 +52,15 @@ class ObjectCache:
         """Make the folder, or one inside it; `UserError` for a default that another user made."""
         with writing(f"{FLAG} {cls.folder}"):
             cls.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if cls.folder == _DEFAULT:
-                cls._own()
+            if cls.folder == _DEFAULT:  # any user may have made a folder under its name
+                status = cls.folder.lstat()
+                if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+                    raise UserError(f"{cls.folder} is of another user: give {FLAG}")
+                if stat.S_IMODE(status.st_mode) != 0o700:
+                    cls.folder.chmod(0o700)
             folder = cls.folder.joinpath(*names)
             folder.mkdir(parents=True, exist_ok=True)
         return folder
-
-    @classmethod
-    def _own(cls) -> None:
-        """Keep other users out of the folder, which any of them may have made under its name."""
-        status = cls.folder.lstat()
-        if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
-            raise UserError(f"{cls.folder} is of another user: give {FLAG}")
-        if stat.S_IMODE(status.st_mode) != 0o700:
-            cls.folder.chmod(0o700)
 
     @classmethod
     def keep(cls, path: Path, content: bytes) -> None:
@@ -233,11 +226,8 @@ class CachedObject:
         path = ObjectCache.made(*self._names) / f"{number % _LOCKS}.lock"
         with writing(f"{FLAG} {path.parent}"):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        wait = LimitedWait(f"a block of {self._path}, which another process fetches")
         try:
-            while not try_lock(descriptor):
-                wait.check()
-                time.sleep(_POLL_SECONDS)
+            wait_for_lock(descriptor, f"a block of {self._path}, which another process fetches")
             yield
         finally:
             os.close(descriptor)

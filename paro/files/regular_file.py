@@ -5,11 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import BinaryIO
 from weakref import finalize
 
 from paro.errors import UserError, reading
@@ -17,17 +14,6 @@ from paro.files.object_cache import MAX_BYTES, CachedObject
 from paro.files.object_store import StorePath
 
 _BLOCK_BYTES = 2**20
-
-
-@contextmanager
-def open_regular(path: str | Path, what: str = "") -> Iterator[BinaryIO]:
-    """Open a regular file; `UserError` begins with `what`, or with the path.
-
-    A pipe or a device, which could block or never end, is refused without a wait.
-    """
-    what = what or str(path)
-    with reading(what), open(_open(path, what), "rb") as file:
-        yield file
 
 
 def paths_in(folder: Path, *patterns: str) -> list[Path]:
@@ -46,9 +32,13 @@ def paths_in(folder: Path, *patterns: str) -> list[Path]:
 
 
 def check_regular(path: str | Path, what: str = "") -> None:
-    """Raise `UserError` unless a library, which opens the file itself, could read it."""
-    with open_regular(path, what):
-        pass
+    """Raise `UserError` unless a library, which opens the file itself, could read it.
+
+    The error begins with `what`, or with the path.
+    """
+    what = what or str(path)
+    with reading(what):
+        os.close(_open(path, what))
 
 
 def read_bytes(path: str | Path, what: str = "", *, max_bytes: int = MAX_BYTES) -> bytes:
@@ -60,7 +50,7 @@ def read_bytes(path: str | Path, what: str = "", *, max_bytes: int = MAX_BYTES) 
             size = path.info()["size"] or 0
             content = path.read_range(0, size) if size <= max_bytes else b""
     else:
-        with open_regular(path, what) as file:
+        with reading(what), open(_open(path, what), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size <= max_bytes:
                 content = file.read(max_bytes + 1)
@@ -136,7 +126,10 @@ class RegularFile:
 
 
 def _open(path: str | Path, what: str) -> int:
-    """Return a descriptor of a regular file, opened without a wait."""
+    """Return a descriptor of a regular file; the error for another kind begins with `what`.
+
+    A pipe or a device, which could block or never end, is refused without a wait.
+    """
     if isinstance(path, StorePath):
         path.open()
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)

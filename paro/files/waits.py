@@ -11,6 +11,7 @@ from typing import ClassVar
 from paro.errors import shown
 
 NOTICE_AFTER_SECONDS = 10.0
+_POLL_SECONDS = 0.02
 
 
 class LimitedWait:
@@ -52,3 +53,14 @@ def try_lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def wait_for_lock(descriptor: int, holder: str) -> None:
+    """Lock as `try_lock` does, once another process has released it; `TimeoutError` at the limit.
+
+    `holder` names that process in messages.
+    """
+    wait = LimitedWait(holder)
+    while not try_lock(descriptor):
+        wait.check()
+        time.sleep(_POLL_SECONDS)
