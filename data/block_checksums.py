@@ -31,7 +31,7 @@ BLOCK_BYTES = 2**14
 MAX_BLOCK_BYTES = 2**24  # of files of other versions
 MAGIC = b"PAROCRC\x00"
 VERSION = 1
-_FIELDS = struct.Struct("<8sIIQI")
+_FIELDS = struct.Struct("<8sIIQ4s")
 _HEADER_BYTES = _FIELDS.size + 4
 
 
@@ -66,14 +66,15 @@ class BlockSums:
         return table + self._begun.to_bytes(4, "little") if unfinished else table
 
     @property
-    def sum_of_table(self) -> int:
+    def sum_of_table(self) -> bytes:
         """The CRC-32 of the checksums of all parts so far."""
-        return crc32(self._content())
+        return crc32(self._content()).to_bytes(4, "little")
 
     def write(self, path: Path) -> None:
         """Write the checksums of all parts so far."""
         table, size = self._content(), self._block_bytes
-        fields = _FIELDS.pack(MAGIC, VERSION, size, self._num_bytes, crc32(table))
+        sum_of_table = crc32(table).to_bytes(4, "little")
+        fields = _FIELDS.pack(MAGIC, VERSION, size, self._num_bytes, sum_of_table)
         path.write_bytes(fields + crc32(fields).to_bytes(4, "little") + table)
 
 
@@ -120,7 +121,7 @@ class CheckedFile:
         self._block_bytes, self.sum_of_table = self._read_header()
         self.path, self.size = file.path, file.size
 
-    def _read_header(self) -> tuple[int, int]:
+    def _read_header(self) -> tuple[int, bytes]:
         """Return the bytes in a block, and the CRC-32 of all sums; `UserError` if the sums are
         damaged, or those of another file.
         """
@@ -149,9 +150,9 @@ class CheckedFile:
             )
         if self._sums.size != _HEADER_BYTES + 4 * -(-num_bytes // block_bytes):
             raise damaged
-        if crc32_of_file(self._sums, _HEADER_BYTES) != sum_of_table:
+        if crc32_of_file(self._sums, _HEADER_BYTES).to_bytes(4, "little") != sum_of_table:
             raise damaged
-        return int(block_bytes), int(sum_of_table)
+        return int(block_bytes), bytes(sum_of_table)
 
     def read(self, begin: int, length: int) -> memoryview:
         """Read `length` bytes from byte `begin` on; `UserError` if a block of them is damaged."""

@@ -28,7 +28,7 @@ from paro.text import listed
 SCAN_BYTES = 256 * 2**20
 SCAN_BLOCKS = 64
 PURPOSES = {"train": "training", "valid": "validation", "test": "test"}
-_NAMED = 3  # at most so many corpora are named in a line
+NAMED = 3  # at most so many corpora are named in a line
 
 
 class TooFewTokensError(UserError):
@@ -69,7 +69,6 @@ class GPTDataset:
     _: KW_ONLY
     vocab_size: int
     source: str = "indices kept in memory"
-    num_cut: int = 0  # number of conversations that are cut since they are longer than a sample
 
     def __len__(self) -> int:
         return self.plan.total_samples
@@ -119,7 +118,9 @@ class GPTDataset:
         count = len(plan.bounds)
         content = f"{plan.tokens_per_epoch:,} tokens in {count:,} sequences"
         if plan.shared_tokens == 0:
-            content = f"{count:,} conversations, {self.num_cut:,} of them cut to --seq-length"
+            lengths = self.indexed.sequence_lengths()[plan.bounds.start : plan.bounds.stop]
+            num_cut = int((lengths > plan.seq_length).sum())
+            content = f"{count:,} conversations, {num_cut:,} of them cut to --seq-length"
         content += f" of {self.indexed.prefix}"
         return f"{wanted:,} samples, {epochs:.2f} epochs of {content}; {self.source}"
 
@@ -172,14 +173,11 @@ def build_gpt_dataset(indexed: IndexedDataset, request: SplitRequest) -> GPTData
     """
     plan = plan_split(indexed, request)
     lengths = indexed.sequence_lengths()
-    of_split = lengths[plan.bounds.start : plan.bounds.stop]
-    num_cut = int((of_split > plan.seq_length).sum())
     if request.config.sft:
         lengths = np.full_like(lengths, plan.seq_length)
     entry = _cache_entry(indexed.prefix, lengths, request)
     order, source = cached(entry, SampleOrder, lambda: build_order(lengths, plan))
-    vocab_size = request.vocab_size
-    return GPTDataset(indexed, plan, order, vocab_size=vocab_size, source=source, num_cut=num_cut)
+    return GPTDataset(indexed, plan, order, vocab_size=request.vocab_size, source=source)
 
 
 def plan_split(indexed: IndexedDataset, request: SplitRequest) -> OrderPlan:
@@ -231,7 +229,7 @@ def check_answers(corpora: Mapping[str, Sequence[GPTDataset]]) -> None:
     """Raise `UserError` for a data set none of whose samples has an answered token."""
     for name, members in corpora.items():
         if members and not any(map(_has_answer, members)):
-            prefixes = listed([member.indexed.prefix for member in members[:_NAMED]])
+            prefixes = listed([member.indexed.prefix for member in members[:NAMED]])
             raise UserError(
                 f"{name}: no sample of --seq-length {members[0].plan.seq_length} of {prefixes} has "
                 "an answered token, so there is no loss: raise --seq-length, give other data, or "

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from data.block_checksums import CheckedFile, checksums_path, replacing_checked, with_checks
 from data.fingerprint import Fingerprint, fingerprint_path, read_fingerprint
-from data.loss_mask import LossMask, LossMaskFile, loss_mask_paths, sum_bytes
+from data.loss_mask import LossMask, LossMaskFile, loss_mask_paths
 from paro.errors import UserError, reading, writing
 from paro.files.atomic_file import replacing
 from paro.files.object_cache import ObjectCache
@@ -314,7 +314,7 @@ class IndexedDatasetWriter:
         with writing(f"{bin_path(self.prefix)}"):
             self._content.complete()
             if self.has_loss_mask:
-                self._loss_mask.write(sum_bytes(self._content.sums.sum_of_table))
+                self._loss_mask.write(self._content.sums.sum_of_table)
                 self._loss_mask.complete()
             self._write_index(self._idx_file)
 

@@ -22,7 +22,7 @@ from data.batch import Batch, BatchFetcher, Failure, MockDataset, Samples, Token
 from data.blend import Blend
 from data.blended_dataset import BlendedDataset, PhasedDataset, build_phases, build_samples
 from data.config import DataConfig
-from data.gpt_dataset import GPTDataset, SplitRequest, TooFewTokensError, open_checked
+from data.gpt_dataset import NAMED, GPTDataset, SplitRequest, TooFewTokensError, open_checked
 from data.indexed_dataset import IndexedDataset
 from data.sample_order import SPLIT_NAMES, share_of
 from data.tokenizer_config import TokenizerConfig
@@ -31,7 +31,6 @@ from paro.files.waits import LimitedWait
 from paro.text import listed
 
 _FILES = 14  # open files per corpus at most: 5 of the corpus, and 3 with the order of each split
-_NAMED = 3  # at most so many corpora are named in a line
 _POLL_SECONDS = 5.0  # how often a rank that waits for a batch looks whether its workers live
 
 
@@ -65,7 +64,7 @@ class Datasets:
         opened = {c.indexed.prefix: c.indexed for c in chain(*self.corpora().values())}
         prefixes = [prefix for prefix, corpus in opened.items() if not corpus.has_checksums]
         if prefixes:
-            names = [*prefixes[:_NAMED], f"{len(prefixes) - _NAMED} more"][: len(prefixes)]
+            names = [*prefixes[:NAMED], f"{len(prefixes) - NAMED} more"][: len(prefixes)]
             lines["checksums"] = (
                 f"no checksums (.bin.crc), so damage is not noticed: {listed(names)}; "
                 "tools/inspect_dataset.py --write-checksums writes them"

@@ -36,7 +36,7 @@ class LossMaskFile:
         self._file = CheckedFile(RegularFile(path), RegularFile(sums), again)
         is_other = self._file.size != size + _SUM_BYTES
         if not is_other and isinstance(content, CheckedFile):
-            is_other = bytes(self._file.read(size, _SUM_BYTES)) != sum_bytes(content.sum_of_table)
+            is_other = self._file.read(size, _SUM_BYTES) != content.sum_of_table
         if is_other:
             raise UserError(
                 f"{path} does not belong to {content.path}: restore both, write them again with "
@@ -46,8 +46,3 @@ class LossMaskFile:
     def read(self, begin: int, count: int) -> LossMask:
         """Return the loss mask of `count` tokens from the one at `begin` on."""
         return np.frombuffer(self._file.read(begin, count), np.uint8)
-
-
-def sum_bytes(number: int) -> bytes:
-    """Encode the CRC-32 that ends the file."""
-    return number.to_bytes(_SUM_BYTES, "little")
