@@ -21,8 +21,7 @@ from paro.checkpoint.convert.conversion import OPENERS, format_of
 from paro.checkpoint.convert.hugging_face import write_hugging_face
 from paro.checkpoint.convert.megatron import write_megatron
 from paro.checkpoint.convert.native import open_native, write_native
-from paro.checkpoint.convert.source import ModelSource
-from paro.checkpoint.convert.tensor_files import lazy
+from paro.checkpoint.convert.source import ModelSource, lazy
 from paro.checkpoint.convert.torchtitan import write_torchtitan
 from paro.checkpoint.metadata import read_metadata
 from paro.launch.setup import open_data

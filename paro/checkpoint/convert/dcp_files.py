@@ -120,7 +120,8 @@ class DcpFolder:
             if open_files_limit(error) is not None:
                 raise
             raise UserError(f"{file.path}: {name:.99} is damaged ({describe(error)})") from None
-        return _StoredChunk(Path(file.path), begins[0], tuple(chunk.sizes))
+        path = self.directory / info.relative_path
+        return _StoredChunk(path, begins[0], tuple(chunk.sizes))
 
     def _rows(self, name: str, lead: Shape, start: int, stop: int) -> Tensor:
         state = self.states[name]

@@ -17,8 +17,14 @@ from data.tokenizer_json import write_gpt2_tokenizer_json, write_tokenizer_json
 from model.config import LlamaConfig
 from model.hugging_face import hugging_face_config, hugging_face_name, llama_config, output_biases
 from model.units import parameter_shapes
-from paro.checkpoint.convert.source import LazyTensor, ModelSource, checked_tensors, write_json
-from paro.checkpoint.convert.tensor_files import lazy, open_safetensors, write_safetensors
+from paro.checkpoint.convert.source import (
+    LazyTensor,
+    ModelSource,
+    checked_tensors,
+    lazy,
+    write_json,
+)
+from paro.checkpoint.convert.tensor_files import open_safetensors, write_safetensors
 from paro.checkpoint.directory import TokenIds, in_files
 from paro.errors import UserError, about
 from paro.files.schema import conform, read_json
@@ -43,10 +49,6 @@ MAX_FILE_BYTES = 5 * 10**9  # the limit of transformers
 # `model`, and those of DataParallel, torch.compile, FSDP and activation checkpointing.
 _AROUND = {"model", "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _BUFFER = "rotary_emb.inv_freq"  # buffer that older versions stored; it follows from RoPE fields
-
-
-# Tensors by their names in files, and lines to print about them.
-_Stored = tuple[dict[str, LazyTensor], list[str]]
 
 
 class _Index(TypedDict):
@@ -78,29 +80,31 @@ def open_hugging_face(directory: Path) -> ModelSource:
     if not is_hugging_face(directory):
         raise UserError(f"{directory} holds no Hugging Face model: it has no {CONFIG}")
     source = open_described(directory, directory, lambda _: _stored_tensors(directory))
-    return replace(source, origin=str(directory.resolve()))
+    notes = source.notes
+    if all((directory / name).is_file() for name in (WEIGHTS, INDEX)):
+        unread = f"{directory} has {WEIGHTS} too, which transformers reads: {INDEX} is not read"
+        notes = (unread, *notes)
+    return replace(source, origin=str(directory.resolve()), notes=notes)
 
 
 def open_described(
     assets: Path,
     directory: Path,
-    stored_for: Callable[[LlamaConfig], _Stored],
+    stored_for: Callable[[LlamaConfig], Mapping[str, LazyTensor]],
     called: Callable[[str], str] = hugging_face_name,
 ) -> ModelSource:
     """Open tensors in a `directory`, of a model that the Hugging Face folder `assets` describes.
 
-    `stored_for` returns the tensors of such a model by their names in the files, and lines to
-    print about them; `called` names a parameter as the files do. `UserError` names the bad file,
-    field or tensor.
+    `stored_for` returns the tensors of such a model by their names in the files; `called` names a
+    parameter as the files do. `UserError` names the bad file, field or tensor.
     """
     fields = read_json(assets / CONFIG, dict[str, Any])
     with about(f"{assets / CONFIG} is not of this architecture: "):
         config = llama_config(fields)
         stated = {name: fields[name] for name in TOKEN_IDS if name in fields}
         token_ids: TokenIds = conform(stated, TokenIds, "")
-    stored, notes = stored_for(config)
-    config, tensors, more = _find_tensors(directory, config, output_biases(fields), stored, called)
-    notes += more
+    stored = stored_for(config)
+    config, tensors, notes = _find_tensors(directory, config, output_biases(fields), stored, called)
     companions = companions_in(assets)
     begins = begins_with_bos(companions)
     tokenizer = tokenizer_of(companions, begins=begins)
@@ -167,13 +171,11 @@ def _find_tensors(
     return config, tensors, notes
 
 
-def _stored_tensors(directory: Path) -> _Stored:
-    """Return all tensors by their names in the files, and lines to print about them."""
-    has_index = (directory / INDEX).is_file()
+def _stored_tensors(directory: Path) -> dict[str, LazyTensor]:
+    """Return all tensors by their names in the files."""
     if (directory / WEIGHTS).is_file():
-        unread = f"{directory} has {WEIGHTS} too, which transformers reads: {INDEX} is not read"
-        return open_safetensors(directory / WEIGHTS), [unread] if has_index else []
-    if not has_index:
+        return open_safetensors(directory / WEIGHTS)
+    if not (directory / INDEX).is_file():
         raise UserError(
             f"{directory} has neither {WEIGHTS} nor {INDEX}: other files of weights may hold "
             "programs; have transformers save it with safe_serialization"
@@ -188,7 +190,7 @@ def _stored_tensors(directory: Path) -> _Stored:
         if name not in files[file]:
             raise UserError(f"{directory / file} has no {name}, which {INDEX} says it has")
         stored[name] = files[file][name]
-    return stored, []
+    return stored
 
 
 def core_name(name: str) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.serialization import skip_data
 
-from model.units import parameter_shapes
 from paro.checkpoint.convert.hugging_face import (
     COMPANIONS,
     begins_with_bos,
@@ -19,32 +18,25 @@ from paro.checkpoint.convert.hugging_face import (
 )
 from paro.checkpoint.convert.megatron_dist import is_dist, open_dist, write_dist
 from paro.checkpoint.convert.megatron_names import (
+    NUMBERED,
     MegatronModel,
     args_in,
     config_of,
     cut_of_tensor,
     fused,
-    megatron_name,
     unfused,
     written_args,
 )
-from paro.checkpoint.convert.megatron_optim import (
-    KINDS,
-    PREFIX,
-    batches_of,
-    with_optimizer,
-    written_optimizer,
-)
+from paro.checkpoint.convert.megatron_optim import batches_of, with_optimizer, written_optimizer
 from paro.checkpoint.convert.source import (
     LazyTensor,
     ModelSource,
-    checked_tensors,
     joined,
-    padded,
+    lazy,
     picked,
-    unpadded,
+    with_vocabulary,
 )
-from paro.checkpoint.convert.tensor_files import fill_torch_file, is_weight, lazy, load_torch_file
+from paro.checkpoint.convert.tensor_files import is_weight, load_torch_file, map_torch_file
 from paro.checkpoint.directory import MAX_TRACKER_BYTES, TRACKER, iteration_directory
 from paro.checkpoint.manifest import METADATA
 from paro.errors import UserError
@@ -71,7 +63,7 @@ def open_megatron(root: Path, *, optimizer: bool = False) -> ModelSource:
     """
     directory = _iteration(root)
     if is_dist(directory):
-        model = open_dist(directory, KINDS if optimizer else (), PREFIX)
+        model = open_dist(directory, optimizer=optimizer)
     elif optimizer:
         raise UserError(
             f"--with-optimizer: {directory} is not in torch_dist, whose optimizer alone can be read"
@@ -79,15 +71,13 @@ def open_megatron(root: Path, *, optimizer: bool = False) -> ModelSource:
     else:
         model = _open_torch(directory)
     config, vocab_size = config_of(model)
-    tensors = unfused(config, model)
-    tensors = checked_tensors(parameter_shapes(config), tensors, model.path, megatron_name)
     companions = companions_in(root / COMPANIONS)
     # A tokenizer.model alone is from a folder of Meta's, whose texts begin with BOS.
     begins = {*companions} == {"tokenizer.model"} or begins_with_bos(companions)
     notes = () if companions else (f"{root} has no tokenizer: prompts are token ids",)
     source = ModelSource(
         config=replace(config, vocab_size=vocab_size),
-        tensors=unpadded(tensors, vocab_size),
+        tensors=with_vocabulary(unfused(config, model), vocab_size),
         companions=companions,
         tokenizer=tokenizer_of(companions, begins=begins),
         begins_with_bos=begins,
@@ -105,7 +95,7 @@ def write_megatron(
     Megatron-LM continues.
     """
     config = replace(source.config, vocab_size=rows)
-    whole = fused(config, padded(source.tensors, rows))
+    whole = fused(config, with_vocabulary(source.tensors, rows))
     dtype = next(iter(whole.values())).dtype
     args = written_args(config, source.config.vocab_size, dtype, divisible_by)
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
@@ -134,10 +124,10 @@ def _write_torch(path: Path, common: Mapping[str, Any], whole: Mapping[str, Lazy
     with skip_data():
         torch.save({**common, "model": room}, path)
     del room
-    with fill_torch_file(path) as saved:
-        for name, tensor in whole.items():
-            for start, stop in tensor.row_ranges():
-                saved["model"][name][start:stop] = tensor.rows(start, stop)
+    mapped = map_torch_file(path)["model"]
+    for name, tensor in whole.items():
+        for start, stop in tensor.row_ranges():
+            mapped[name][start:stop] = tensor.rows(start, stop)
 
 
 def _iteration(root: Path) -> Path:
@@ -192,10 +182,9 @@ def _of_stages(paths: list[Path]) -> dict[str, LazyTensor]:
     for chunk in (chunk for same in zip(*stages, strict=True) for chunk in same):
         layers = {0}
         for name, tensor in chunk.items():
-            prefix, layer, rest = _by_layer(name)
-            if layer is not None:
-                layers.add(layer + 1)
-                name = f"{prefix}{first_layer + layer}.{rest}"
+            if (layer := NUMBERED.search(name)) is not None:
+                layers.add(int(layer[2]) + 1)
+                name = NUMBERED.sub(rf"\g<1>{first_layer + int(layer[2])}.", name, count=1)
             tensors.setdefault(name, tensor)
         first_layer += max(layers)
     return tensors
@@ -211,16 +200,7 @@ def _chunks_in(path: Path) -> Iterator[dict[str, LazyTensor]]:
     if not chunks or not all(isinstance(chunk, dict) for chunk in chunks):
         raise UserError(f"{path} is no checkpoint of Megatron's: it has no model")
     for chunk in chunks:
-        yield {name: lazy(value) for name, value in chunk.items() if is_weight(value)}
-
-
-def _by_layer(name: str) -> tuple[str, int | None, str]:
-    """Split a name into its beginning, the number of its layer, if it has one, and its end."""
-    prefix, layers, end = str(name).partition("decoder.layers.")
-    number, _, rest = end.partition(".")
-    if layers and number.isascii() and number.isdigit() and len(number) < 9:
-        return prefix + layers, int(number), rest
-    return str(name), None, ""
+        yield {str(name): lazy(value) for name, value in chunk.items() if is_weight(value)}
 
 
 def _of_ranks(name: str, ranks: list[dict[str, LazyTensor]], directory: Path) -> LazyTensor:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from paro.checkpoint.convert.dcp_files import DcpFolder, write_dcp
-from paro.checkpoint.convert.megatron_names import MegatronModel, args_in
+from paro.checkpoint.convert.megatron_names import NUMBERED, MegatronModel, args_in
+from paro.checkpoint.convert.megatron_optim import KINDS, PREFIX
 from paro.checkpoint.convert.source import LazyTensor, joined, write_json
 from paro.checkpoint.convert.tensor_files import is_weight_type, load_torch_file
 from paro.checkpoint.manifest import FOREIGN as BACKENDS
@@ -35,7 +36,6 @@ _WRITTEN = {
 }
 # Layers are stored as one tensor with a dimension of layers in front, unless they are numbered.
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d)")
-_NUMBERED = re.compile(r"(decoder\.layers\.)(\d+)\.")
 # Modules for which Megatron-core asks for an object in addition to the weights; here it is empty.
 _WITH_EXTRA_STATE = (
     *("linear_qkv", "linear_proj", "core_attention", "q_layernorm", "k_layernorm"),
@@ -47,7 +47,6 @@ class _Backends(TypedDict):
     """The fields of metadata.json that are read."""
 
     sharded_backend: str
-    sharded_backend_version: NotRequired[int]
 
 
 def is_dist(directory: Path) -> bool:
@@ -55,11 +54,8 @@ def is_dist(directory: Path) -> bool:
     return (directory / BACKENDS).is_file()
 
 
-def open_dist(directory: Path, kinds: Sequence[str] = (), prefix: str = "") -> MegatronModel:
-    """Open an iteration's folder, with optimizer states of some `kinds`, named with a prefix.
-
-    `UserError` if it cannot be read.
-    """
+def open_dist(directory: Path, *, optimizer: bool = False) -> MegatronModel:
+    """Open an iteration's folder, with the optimizer's states if asked; `UserError` if it fails."""
     backends: _Backends = read_json(directory / BACKENDS, _Backends)
     if backends["sharded_backend"] != "torch_dist":
         raise UserError(
@@ -73,7 +69,7 @@ def open_dist(directory: Path, kinds: Sequence[str] = (), prefix: str = "") -> M
         args=args_in(common, path),
         tensors=_tensors_in(folder),
         common=common,
-        states={kind: _tensors_in(folder, f"{prefix}{kind}.") for kind in kinds},
+        states={kind: _tensors_in(folder, f"{PREFIX}{kind}.") for kind in KINDS if optimizer},
     )
 
 
@@ -119,7 +115,7 @@ def write_dist(directory: Path, common: Mapping[str, Any], whole: Mapping[str, L
     torch.save(dict(common), directory / COMMON)
     tensors: dict[str, LazyTensor | list[LazyTensor]] = {}
     for name, tensor in whole.items():
-        stacked = _NUMBERED.sub(r"\1", name)
+        stacked = NUMBERED.sub(r"\1", name)
         if stacked == name:
             tensors[name] = tensor
         else:

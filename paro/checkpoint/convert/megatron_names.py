@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,31 +24,29 @@ from torch import Tensor
 
 from model.config import LlamaConfig
 from model.units import name_in, parameter_shapes
-from paro.checkpoint.convert.source import LazyTensor, joined, picked
+from paro.checkpoint.convert.source import LazyTensor, checked_tensors, joined, picked
 from paro.errors import UserError, flag_of
 from paro.files.schema import Count, conform
-from paro.layout import Shape, shape_text
+from paro.layout import Shape
 
 EMBEDDING = "embedding.word_embeddings.weight"
+_QKV = "decoder.layers.*.self_attention.linear_qkv"
+_FC1 = "decoder.layers.*.mlp.linear_fc1"
+NUMBERED = re.compile(r"(decoder\.layers\.)([0-9]{1,8})\.")  # the beginning of a layer's names
 _BY_GROUP = ("wq", "wk", "wv", "bq", "bk", "bv")
 
 _NAMES = {
-    "embedding.weight": "embedding.word_embeddings.weight",
+    "embedding.weight": EMBEDDING,
     "head.norm": "decoder.final_layernorm.weight",
     "head.weight": "output_layer.weight",
-    "blocks.*.attention_norm": "decoder.layers.*.self_attention.linear_qkv.layer_norm_weight",
-    "blocks.*.wq": "decoder.layers.*.self_attention.linear_qkv.weight",
-    "blocks.*.wk": "decoder.layers.*.self_attention.linear_qkv.weight",
-    "blocks.*.wv": "decoder.layers.*.self_attention.linear_qkv.weight",
+    "blocks.*.attention_norm": f"{_QKV}.layer_norm_weight",
+    **dict.fromkeys(("blocks.*.wq", "blocks.*.wk", "blocks.*.wv"), f"{_QKV}.weight"),
     "blocks.*.wo": "decoder.layers.*.self_attention.linear_proj.weight",
-    "blocks.*.bq": "decoder.layers.*.self_attention.linear_qkv.bias",
-    "blocks.*.bk": "decoder.layers.*.self_attention.linear_qkv.bias",
-    "blocks.*.bv": "decoder.layers.*.self_attention.linear_qkv.bias",
+    **dict.fromkeys(("blocks.*.bq", "blocks.*.bk", "blocks.*.bv"), f"{_QKV}.bias"),
     "blocks.*.q_norm": "decoder.layers.*.self_attention.q_layernorm.weight",
     "blocks.*.k_norm": "decoder.layers.*.self_attention.k_layernorm.weight",
-    "blocks.*.mlp_norm": "decoder.layers.*.mlp.linear_fc1.layer_norm_weight",
-    "blocks.*.w_gate": "decoder.layers.*.mlp.linear_fc1.weight",
-    "blocks.*.w_up": "decoder.layers.*.mlp.linear_fc1.weight",
+    "blocks.*.mlp_norm": f"{_FC1}.layer_norm_weight",
+    **dict.fromkeys(("blocks.*.w_gate", "blocks.*.w_up"), f"{_FC1}.weight"),
     "blocks.*.w_down": "decoder.layers.*.mlp.linear_fc2.weight",
 }
 _WITHOUT_TRANSFORMER_ENGINE = _NAMES | {
@@ -176,33 +175,26 @@ def config_of(model: MegatronModel) -> tuple[LlamaConfig, int]:
     return config, min(vocab_size, config.vocab_size)
 
 
-def unfused(config: LlamaConfig, model: MegatronModel) -> dict[str, LazyTensor]:
-    """Return the parameters, as rows of Megatron's tensors; those that it lacks are left out.
+def unfused(config: LlamaConfig, model: MegatronModel, prefix: str = "") -> dict[str, LazyTensor]:
+    """Return the parameters, as rows of Megatron's tensors.
 
-    `UserError` for a tensor that the model does not have, such as a bias or one more layer.
+    `UserError` for a tensor that is missing or of another shape, or that the model does not have,
+    such as a bias or one more layer. Names of tensors begin with `prefix` in the file.
     """
-    shapes = _fused_shapes(config)
-    tensors = {}
-    known = {*shapes, *(name_in(_WITHOUT_TRANSFORMER_ENGINE, n) for n in parameter_shapes(config))}
-    known.add(megatron_name("head.weight"))  # the last pipeline stage has a copy of a tied one
-    others = [name for name in model.tensors if name not in known]
+    shapes, names = _fused_shapes(config), [*parameter_shapes(config)]
+    of_norms = {name_in(_WITHOUT_TRANSFORMER_ENGINE, name): megatron_name(name) for name in names}
+    stored = {of_norms.get(name, name): tensor for name, tensor in model.tensors.items()}
+    known = {*shapes, megatron_name("head.weight")}  # the last stage has a copy of a tied one
+    others = [name for name in stored if name not in known]
     if others:
         raise UserError(
             f"{model.path}: the model has {others[0]:.99}, and by its arguments it has no such "
             "tensor: it is of another architecture"
         )
-    for name in parameter_shapes(config):
-        theirs = megatron_name(name)
-        tensor = model.tensors.get(
-            theirs, model.tensors.get(name_in(_WITHOUT_TRANSFORMER_ENGINE, name))
-        )
-        if tensor is None:
-            continue
-        if tensor.shape != shapes[theirs]:
-            raise UserError(
-                f"{model.path}: {theirs} is {shape_text(tensor.shape)}, and its arguments make it "
-                f"{shape_text(shapes[theirs])}"
-            )
+    whole = checked_tensors(shapes, stored, model.path, f"{prefix}{{}}".format)
+    tensors = {}
+    for name in names:
+        tensor = whole[megatron_name(name)]
         tensors[name] = picked(tensor, _rows_of(config, name, tensor.shape[0]))
     return tensors
 

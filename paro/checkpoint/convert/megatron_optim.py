@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from model.config import LlamaConfig
-from model.units import parameter_shapes
-from paro.checkpoint.convert.megatron_names import MegatronModel, fused, megatron_name, unfused
-from paro.checkpoint.convert.source import LazyTensor, ModelSource, checked_tensors, padded
+from paro.checkpoint.convert.megatron_names import MegatronModel, fused, unfused
+from paro.checkpoint.convert.source import LazyTensor, ModelSource, with_vocabulary
 from paro.errors import UserError
 from paro.spec.states import MOMENTS
 
@@ -57,12 +56,12 @@ def with_optimizer(source: ModelSource, config: LlamaConfig, model: MegatronMode
     masters = {**model.tensors}
     for kind in MASTERS:
         masters |= model.states[kind]
-    tensors = _checked(config, replace(model, tensors=masters), "")
+    tensors = unfused(config, replace(model, tensors=masters))
     for name, tensor in tensors.items():
         if tensor.dtype is not torch.float32:
             raise UserError(f"--with-optimizer: {model.path} has no fp32 master of {name}")
     moments = {
-        kind: _checked(config, replace(model, tensors=model.states[kind]), f"{PREFIX}{kind}.")
+        kind: unfused(config, replace(model, tensors=model.states[kind]), f"{PREFIX}{kind}.")
         for kind in MOMENTS
     }
     return replace(source, config=config, tensors=tensors, moments=moments, progress=progress)
@@ -78,7 +77,7 @@ def written_optimizer(
     tensors = {
         f"{PREFIX}{kind}.{name}": tensor
         for kind, of_kind in {"param": source.tensors, **source.moments}.items()
-        for name, tensor in fused(config, padded(of_kind, config.vocab_size)).items()
+        for name, tensor in fused(config, with_vocabulary(of_kind, config.vocab_size)).items()
     }
     state, schedule, args = (source.progress[each] for each in ("state", "schedule", "arguments"))
     wd = schedule["start_weight_decay"]
@@ -107,12 +106,6 @@ def batches_of(progress: Mapping[str, Any]) -> dict[str, Any]:
     counts = ("iteration", "consumed_train_samples", "consumed_valid_samples")
     batch_size = {"global_batch_size": progress.get("global_batch_size")}
     return {**{n: state[n] for n in counts}, **batch_size, "no_save_rng": True}
-
-
-def _checked(config: LlamaConfig, model: MegatronModel, prefix: str) -> dict[str, LazyTensor]:
-    tensors = unfused(config, model)
-    shapes = parameter_shapes(config)
-    return checked_tensors(shapes, tensors, model.path, lambda name: prefix + megatron_name(name))
 
 
 def _progress(model: MegatronModel, optimizer: Mapping[str, Any]) -> dict[str, Any]:

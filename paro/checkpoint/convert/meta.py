@@ -13,8 +13,8 @@ from torch import Tensor
 from model.config import LLAMA_PRESETS, LlamaConfig
 from model.units import cut_dims, name_in, parameter_shapes
 from paro.checkpoint.convert.hugging_face import tokenizer_of
-from paro.checkpoint.convert.source import LazyTensor, ModelSource, checked_tensors, joined
-from paro.checkpoint.convert.tensor_files import is_weight, lazy, load_torch_file
+from paro.checkpoint.convert.source import LazyTensor, ModelSource, checked_tensors, joined, lazy
+from paro.checkpoint.convert.tensor_files import is_weight, load_torch_file
 from paro.errors import UserError, about
 from paro.files.regular_file import paths_in, read_bytes
 from paro.files.schema import Positive, read_json
@@ -94,15 +94,13 @@ def open_meta(directory: Path) -> ModelSource:
     )
 
 
-def half_rotation(weight_RD: Tensor, head: int) -> Tensor:
-    """Permute rows from RoPE on channels (2i, 2i + 1) to RoPE on channels (i, i + H/2)."""
-    pairs = weight_RD.unflatten(0, (-1, head // 2, 2))
-    return pairs.transpose(1, 2).reshape(weight_RD.shape)
-
-
 def turned(weight: LazyTensor, head: int, *, to_pairs: bool = False) -> LazyTensor:
-    """Return a weight of heads permuted by `half_rotation`, or with `to_pairs` by its inverse."""
-    order = half_rotation(torch.arange(head), head)
+    """Return a weight with each head's rows permuted, of `head` channels that RoPE rotates.
+
+    From an order for RoPE on channels (2i, 2i + 1) to one for RoPE on channels (i, i + H/2), or
+    back with `to_pairs`.
+    """
+    order = torch.arange(head).view(-1, 2).t().flatten()
     order = order.argsort() if to_pairs else order
 
     def rows(start: int, stop: int) -> Tensor:

@@ -22,13 +22,7 @@ from paro.checkpoint.chunks import ChunkedState
 from paro.checkpoint.config import saved_fields
 from paro.checkpoint.convert.dcp_files import write_dcp
 from paro.checkpoint.convert.hugging_face import COMPANIONS, CONFIG, companions_in, tokenizer_of
-from paro.checkpoint.convert.source import (
-    LazyTensor,
-    ModelSource,
-    checked_tensors,
-    padded,
-    unpadded,
-)
+from paro.checkpoint.convert.source import LazyTensor, ModelSource, checked_tensors, with_vocabulary
 from paro.checkpoint.directory import (
     COMMON,
     begin_checkpoint,
@@ -105,7 +99,7 @@ def source_of(
     companions, tokenizer, notes = _companions(root, common)
     source = ModelSource(
         config=replace(config, vocab_size=vocab_size, lora=None),
-        tensors=unpadded(tensors, vocab_size),
+        tensors=with_vocabulary(tensors, vocab_size),
         companions=companions,
         tokenizer=tokenizer,
         begins_with_bos=_begins_with_bos(common),
@@ -219,7 +213,7 @@ def _write(
     named = {
         f"{kind}.{name}": tensor
         for kind, tensors in states.items()
-        for name, tensor in padded(tensors, rows).items()
+        for name, tensor in with_vocabulary(tensors, rows).items()
     }
     iteration = common.get("state", {}).get("iteration", 0)
     directory = begin_checkpoint(root, iteration)

@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -70,6 +69,15 @@ class LazyTensor:
             return values
 
         return replace(self, rows=rows)
+
+
+def lazy(tensor: Tensor) -> LazyTensor:
+    """Return a lazy tensor over a mapped tensor, whose rows are copied when they are read."""
+
+    def rows(start: int, stop: int) -> Tensor:
+        return tensor[start:stop].clone(memory_format=torch.contiguous_format)
+
+    return LazyTensor(shape=tuple(tensor.shape), dtype=tensor.dtype, rows=rows)
 
 
 def finite_cast(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
@@ -216,30 +224,16 @@ def checked_tensors(
     return tensors
 
 
-def unpadded(tensors: Mapping[str, LazyTensor], vocab_size: int) -> dict[str, LazyTensor]:
-    """Return the tensors with `vocab_size` rows in embedding and output layer."""
-    shorter = {
-        name: replace(tensors[name], shape=(vocab_size, *tensors[name].shape[1:]))
-        for name in BY_VOCABULARY
-        if name in tensors
-    }
-    return {**tensors, **shorter}
-
-
-def padded(tensors: Mapping[str, LazyTensor], rows: int) -> dict[str, LazyTensor]:
-    """Return the tensors with at least `rows` rows in embedding and output layer; more are zero."""
-    longer = {}
+def with_vocabulary(tensors: Mapping[str, LazyTensor], rows: int) -> dict[str, LazyTensor]:
+    """Return the tensors with `rows` rows in embedding and output layer; further ones are zero."""
+    changed = dict(tensors)
     for name in BY_VOCABULARY:
-        if name in tensors and tensors[name].shape[0] < rows:
-            missing = (rows - tensors[name].shape[0], *tensors[name].shape[1:])
-            zeros = partial(_zeros, missing[1:], tensors[name].dtype)
-            pad = LazyTensor(shape=missing, dtype=tensors[name].dtype, rows=zeros)
-            longer[name] = joined([tensors[name], pad], 0)
-    return {**tensors, **longer}
-
-
-def _zeros(columns: Shape, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-    return torch.zeros((stop - start, *columns), dtype=dtype)
+        if name in tensors and tensors[name].shape[0] != rows:
+            shape = (rows, *tensors[name].shape[1:])
+            zeros = lazy(torch.zeros((), dtype=tensors[name].dtype).expand(shape))
+            longer = joined([tensors[name], zeros], 0)
+            changed[name] = replace(tensors[name], shape=shape, rows=longer.rows)
+    return changed
 
 
 def _sum(weight: LazyTensor, down: LazyTensor, up: LazyTensor, scaling: float) -> LazyTensor:

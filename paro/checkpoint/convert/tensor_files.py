@@ -9,8 +9,7 @@ import json
 import mmap
 import pickle
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -63,7 +62,7 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     except (OSError, SafetensorError) as error:
         if open_files_limit(error) is not None:
             raise
-        raise UserError(f"{path} is missing, truncated or damaged ({describe(error)})") from (None)
+        raise UserError(f"{path} is missing, truncated or damaged ({describe(error)})") from None
     return tensors
 
 
@@ -131,14 +130,13 @@ def load_torch_file(path: Path, content: bytes | None = None) -> Any:
     except Exception as error:  # damage causes many kinds of errors
         if open_files_limit(error) is not None:
             raise
-        raise UserError(f"{path} is missing, truncated or damaged ({describe(error)})") from (None)
+        raise UserError(f"{path} is missing, truncated or damaged ({describe(error)})") from None
 
 
-@contextmanager
-def fill_torch_file(path: Path) -> Iterator[Any]:
+def map_torch_file(path: Path) -> Any:
     """Map the contents of this project's own file: writes to its tensors change the file."""
     with safe_globals([Namespace]), set_default_mmap_options(mmap.MAP_SHARED):
-        yield torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def is_weight_type(dtype: torch.dtype) -> bool:
@@ -154,12 +152,3 @@ def is_weight(value: object) -> TypeGuard[Tensor]:
         and is_weight_type(value.dtype)
         and value.ndim in (1, 2)
     )
-
-
-def lazy(tensor: Tensor) -> LazyTensor:
-    """Return a lazy tensor over a mapped tensor, whose rows are copied when they are read."""
-
-    def rows(start: int, stop: int) -> Tensor:
-        return tensor[start:stop].clone(memory_format=torch.contiguous_format)
-
-    return LazyTensor(shape=tuple(tensor.shape), dtype=tensor.dtype, rows=rows)

@@ -72,9 +72,9 @@ def open_torchtitan(directory: Path, assets: Path | None = None) -> ModelSource:
     folder = DcpFolder(directory)
     newer = any(_FUSABLE in name for name in folder.states)
 
-    def stored(config: LlamaConfig) -> tuple[dict[str, LazyTensor], list[str]]:
+    def stored(config: LlamaConfig) -> dict[str, LazyTensor]:
         _check_architecture(config, f"{assets / CONFIG}")
-        return _tensors_in(folder, config.kv_channels), []
+        return _tensors_in(folder, config.kv_channels)
 
     called = partial(name_in, _NAMES if newer else OLDER_NAMES)
     return open_described(assets, directory, stored, called)

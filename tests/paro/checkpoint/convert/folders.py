@@ -12,8 +12,7 @@ from torch import Tensor
 from model.config import LlamaConfig
 from model.llama import Llama
 from model.units import parameter_shapes
-from paro.checkpoint.convert.source import ModelSource
-from paro.checkpoint.convert.tensor_files import lazy
+from paro.checkpoint.convert.source import ModelSource, lazy
 
 VOCAB = 101  # divisible by no other size
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # three seeds for each

@@ -23,8 +23,7 @@ from paro.checkpoint.chunks import ChunkedState
 from paro.checkpoint.convert import by_ranks, hugging_face
 from paro.checkpoint.convert.by_ranks import make_files, write_by_ranks, write_parts
 from paro.checkpoint.convert.hugging_face import HuggingFacePlan, write_hugging_face
-from paro.checkpoint.convert.source import LazyTensor, ModelSource, unpadded
-from paro.checkpoint.convert.tensor_files import lazy
+from paro.checkpoint.convert.source import LazyTensor, ModelSource, lazy, with_vocabulary
 from paro.distributed.world import World
 from paro.errors import StorageError
 from tests.helpers.refusals import refused
@@ -70,13 +69,13 @@ def planned(
     small = replace(config, vocab_size=ROWS)
     held = {name: tensor for name, tensor in tensors.items() if name not in BASE}
     found = {name: lazy(tensor) for name, tensor in tensors.items()}
-    whole = ModelSource(config=small, tensors=unpadded(found, ROWS))
+    whole = ModelSource(config=small, tensors=with_vocabulary(found, ROWS))
     for name in held:
         shape, kind = found[name].shape, found[name].dtype
         found[name] = LazyTensor(
             shape=shape, dtype=kind, rows=Mock(side_effect=AssertionError), name=name
         )
-    source = ModelSource(config=small, tensors=unpadded(found, ROWS))
+    source = ModelSource(config=small, tensors=with_vocabulary(found, ROWS))
     change: Callable[[LazyTensor], LazyTensor] = lambda tensor: tensor.cast(dtype)  # noqa: E731
     plan = HuggingFacePlan.of(source.with_each(change))
     return plan, chunks_of_ranks(held), whole.with_each(change)

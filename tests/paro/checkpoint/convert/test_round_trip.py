@@ -20,8 +20,9 @@ import paro.checkpoint.convert.source
 from model.llama import Llama
 from model.rotary import rotate, rotations
 from paro.checkpoint.convert.hugging_face import WEIGHTS, open_hugging_face
-from paro.checkpoint.convert.meta import half_rotation, meta_name, open_meta
+from paro.checkpoint.convert.meta import meta_name, open_meta, turned
 from paro.checkpoint.convert.native import open_native
+from paro.checkpoint.convert.source import lazy
 from tests.helpers.refusals import refused
 from tests.helpers.training import llama
 from tests.paro.checkpoint.convert.folders import (
@@ -176,7 +177,8 @@ def test_queries_and_keys_turn_as_metas_do(tmp_path: Path) -> None:
     ]
     expected = theirs[0].flatten(1) @ theirs[1].flatten(1).t()
 
-    own = (x_SD @ half_rotation(weight, head).t()).view(1, length, 2, head)
+    ours = turned(lazy(weight), head).whole(torch.float32)
+    own = (x_SD @ ours.t()).view(1, length, 2, head)
     cos, sin = rotations(CONFIG, length, torch.float32, torch.device("cpu"))
     q, k = rotate(own, cos, sin)[0].unbind(1)
     torch.testing.assert_close(q @ k.t(), expected, rtol=1e-4, atol=1e-4)
