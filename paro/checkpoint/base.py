@@ -10,6 +10,7 @@ from model.config import LoraConfig
 from paro.checkpoint.directory import COMMON, BaseCheckpoint, find_checkpoint
 from paro.checkpoint.manifest import DamagedError, Manifest, read_manifest
 from paro.errors import UserError
+from paro.files.object_store import path_of
 from paro.files.schema import conform
 from paro.spec.states import PARAM
 
@@ -45,7 +46,7 @@ def open_base(named: BaseCheckpoint | None, moved_to: str | None, blame: str) ->
     root = named["folder"] if moved_to is None else moved_to
     what = f"{root}, iteration {named['iteration']}, the base of {blame}"
     try:
-        manifest = read_manifest(find_checkpoint(root, named["iteration"]))
+        manifest = read_manifest(find_checkpoint(path_of(root), named["iteration"]))
     except DamagedError as error:
         where = "give --base DIR where it is now" if moved_to is None else "give another --base"
         raise UserError(f"{what}, cannot be read ({error}): {where}") from None

@@ -48,7 +48,7 @@ class SavedRun:
     passed_over: tuple[str, ...] = ()  # log lines: why no better iteration was taken
 
 
-def read_saved(root: str | Path, iteration: int, *, sizes: bool = True) -> SavedRun:
+def read_saved(root: Path, iteration: int, *, sizes: bool = True) -> SavedRun:
     """Read an iteration; `DamagedError` if it is damaged, with `sizes` also by files' sizes."""
     manifest = read_manifest(find_checkpoint(root, iteration))
     saved = SavedRun(manifest=manifest, common=common_of(manifest))
@@ -57,11 +57,11 @@ def read_saved(root: str | Path, iteration: int, *, sizes: bool = True) -> Saved
 
 
 def find_saved(
-    root: str | Path,
+    root: Path,
     iteration: int | None = None,
     *,
-    order: Callable[[str | Path], tuple[list[int], str | None]] = candidates,
-    read: Callable[[str | Path, int], SavedRun] = read_saved,
+    order: Callable[[Path], tuple[list[int], str | None]] = candidates,
+    read: Callable[[Path, int], SavedRun] = read_saved,
     log: Callable[[str], None] = lambda _line: None,
 ) -> SavedRun | None:
     """Read `iteration`, or the first in `order` that is not damaged; None if nothing was saved.
@@ -171,8 +171,9 @@ class CheckpointConfig:
         It is for the configuration, made before this run holds the folder; loading looks again.
         """
         lines: list[str] = []
-        load, step = self.load, self.ckpt_step
-        saved = None if load is None else find_saved(load, step, log=lines.append)
+        saved = None
+        if self.load is not None:
+            saved = find_saved(path_of(self.load), self.ckpt_step, log=lines.append)
         return saved and replace(saved, passed_over=tuple(lines))
 
     @property

@@ -36,7 +36,7 @@ from paro.checkpoint.manifest import (
     write_manifest,
 )
 from paro.errors import StorageError, UserError, reading
-from paro.files.object_store import StorePath, path_of, store_timeout
+from paro.files.object_store import StorePath, store_timeout
 from paro.files.regular_file import paths_in, read_bytes
 from paro.files.schema import Count, parse_json
 from paro.report.earlier import MARK
@@ -95,9 +95,8 @@ def iteration_directory(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-def latest_iteration(directory_root: str | Path) -> int | None:
+def latest_iteration(root: Path) -> int | None:
     """Return the iteration in the tracker, None without one; `DamagedError` for a bad tracker."""
-    root = path_of(directory_root)
     path = root / TRACKER
     with reading(f"{path}"):
         if not path.exists():
@@ -112,13 +111,12 @@ def latest_iteration(directory_root: str | Path) -> int | None:
     return int(text)
 
 
-def candidates(directory_root: str | Path) -> tuple[list[int], str | None]:
+def candidates(root: Path) -> tuple[list[int], str | None]:
     """Return the iterations to resume from, best first, and the tracker's fault or None.
 
     The order is the tracker's iteration, older iterations, newer iterations. Newer iterations are
     from a save that crashed before it wrote the tracker, or a user has set the tracker back.
     """
-    root = path_of(directory_root)
     on_disk = sorted(iterations_in(root), reverse=True)
     try:
         latest = latest_iteration(root)
@@ -152,9 +150,8 @@ def newest_good(root: Path, *, last_fine: int) -> int | None:
     return max(before or saved, default=None)
 
 
-def describe_saved(directory_root: str | Path) -> str | None:
+def describe_saved(root: Path) -> str | None:
     """Name the iterations in a folder, complete or not; None if there are none."""
-    root = path_of(directory_root)
     iterations = sorted(iterations_in(root))
     if len(iterations) > 1:
         return f"{len(iterations)} checkpoints, iterations {iterations[0]} to {iterations[-1]}"
@@ -180,9 +177,8 @@ def set_aside(root: Path, number: int) -> Path | None:
     return earlier
 
 
-def find_checkpoint(directory_root: str | Path, iteration: int | None = None) -> Path:
+def find_checkpoint(root: Path, iteration: int | None = None) -> Path:
     """Return the folder of `iteration`, or of the latest one; `UserError` if nothing was saved."""
-    root = path_of(directory_root)
     wanted = latest_iteration(root) if iteration is None else iteration
     if wanted is None:
         raise UserError(f"{root} holds no checkpoint: it has no {TRACKER}{how_to_fetch(root)}")
@@ -252,23 +248,20 @@ def finish_checkpoint(
 ) -> None:
     """Turn a written folder into the latest checkpoint, with the last of several renames.
 
-    `check` is called before every rename and raises if another run holds the folder now. `files`
-    are the other files; `common["arguments"]` goes into the manifest. All writes that may fail
-    on a full disk come before the first rename.
+    `check` is called before each file that a reader looks for and every rename, and raises if
+    another run holds the folder now. `files` are the other files; `common["arguments"]` goes into
+    the manifest. All writes that may fail on a full disk come before the first rename.
     """
     root = partial.parent
     own = {"format_version": FORMAT_VERSION, "iteration": iteration, "versions": library_versions()}
     arguments = common.get("arguments", {})
     rest = {name: value for name, value in common.items() if name != "arguments"}
     text = json.dumps({**own, **rest, **own}, indent=1) + "\n"
-    in_store = isinstance(root, StorePath)
-    if in_store:
-        check()
+    check()
     sums = {**files, COMMON: write_durably(partial / COMMON, text)}
-    if in_store:
-        check()
+    check()
     write_manifest(partial, iteration, sums, arguments)
-    if in_store:
+    if isinstance(root, StorePath):
         check()
         (root / TRACKER).write_bytes(str(iteration).encode())
         return

@@ -196,7 +196,6 @@ class _LockFile:
     path: Path
     number: int
     content: bytes
-    modified_ns: int
     holder: LockHolder | None  # the process named in the file; None: the file is damaged
 
     @property
@@ -214,18 +213,16 @@ def _newest(root: Path) -> _LockFile | None:
         try:
             if isinstance(path, StorePath):
                 content = path.read_bytes()
-                return _LockFile(path, max(numbers), content, 0, LockHolder.parse(content))
-            status = path.lstat()
-            if not stat.S_ISREG(status.st_mode):
+            elif not stat.S_ISREG(path.lstat().st_mode):
                 raise UserError(f"{path} is no regular file: remove it")
-            with path.open("rb") as file:
-                content = file.read(_FILE_BYTES)
+            else:
+                with path.open("rb") as file:
+                    content = file.read(_FILE_BYTES)
         except OSError as error:
             if error.errno in _REMOVED:
                 continue  # by a successor, just now
             raise
-        holder = LockHolder.parse(content)
-        return _LockFile(path, max(numbers), content, status.st_mtime_ns, holder)
+        return _LockFile(path, max(numbers), content, LockHolder.parse(content))
     return None
 
 

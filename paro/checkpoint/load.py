@@ -20,6 +20,7 @@ from paro.checkpoint.directory import candidates
 from paro.checkpoint.storage import CheckedReader
 from paro.distributed.control import Control
 from paro.errors import StorageError, UserError, flag_of
+from paro.files.object_store import path_of
 from paro.layout import shape_text
 from paro.spec.states import (
     ANCHOR,
@@ -51,7 +52,7 @@ class LoadRequest:
 
 
 def load_checkpoint(
-    directory_root: str | Path,
+    root: str | Path,
     shards: Iterable[FlatShard],
     control: Control,
     *,
@@ -63,7 +64,7 @@ def load_checkpoint(
     Collective; `log` is called on every rank. Every rank passes a shard of every unit and of each
     wanted state; other states are not read. Moments that a converted model lacks become zero. A
     checkpoint that any rank finds incomplete or damaged is logged and skipped, unless
-    `wanted.iteration` names it. A `UserError` is raised on all ranks; shards are then unchanged
+    `request.iteration` names it. A `UserError` is raised on all ranks; shards are then unchanged
     unless a file turned out to be damaged while it was read.
     """
     ranks = with_one_folder(control)
@@ -73,16 +74,15 @@ def load_checkpoint(
     load = partial(_load_iteration, states=states, request=request, ranks=ranks, log=log)
     order = partial(_order, ranks=ranks)
     try:
-        saved = find_saved(directory_root, request.iteration, order=order, read=load, log=log)
+        saved = find_saved(path_of(root), request.iteration, order=order, read=load, log=log)
     except (UserError, StorageError) as error:
-        raise type(error)(f"--load {directory_root}: {error}") from error
+        raise type(error)(f"--load {root}: {error}") from error
     if saved is not None:
-        of = f"{directory_root} at iteration {saved.manifest.iteration}"
-        log(f"  successfully loaded checkpoint from {of}")
+        log(f"  successfully loaded checkpoint from {root} at iteration {saved.manifest.iteration}")
     return saved
 
 
-def _order(root: str | Path, ranks: CheckpointRanks) -> tuple[list[int], str | None]:
+def _order(root: Path, ranks: CheckpointRanks) -> tuple[list[int], str | None]:
     """Return the iterations that all ranks try, best first, and the tracker's fault or None.
 
     All ranks use rank 0's order: otherwise they could resume from different iterations. Raises
@@ -101,7 +101,7 @@ def _order(root: str | Path, ranks: CheckpointRanks) -> tuple[list[int], str | N
 
 
 def _load_iteration(
-    root: str | Path,
+    root: Path,
     iteration: int,
     *,
     states: dict[str, ChunkedState],

@@ -181,7 +181,7 @@ def check_overwriting(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
     save, load = checkpoint.save, checkpoint.load
     if save is None or train.skip_train or checkpoint.start_over or checkpoint.continues:
         return
-    held = describe_saved(save)
+    held = describe_saved(path_of(save))
     if held is None:
         return
     if checkpoint.saves_where_it_loads:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from paro.checkpoint.in_memory.recovery import recover
 from paro.checkpoint.in_memory.snapshot import NUM_SLOTS, SnapshotWriter
 from paro.distributed.control import Control
 from paro.errors import StorageError
+from paro.files.object_store import path_of
 from paro.report.log import Log
 from paro.report.memory import available_host_bytes
 from paro.text import size_text
@@ -66,7 +68,7 @@ class InMemoryCheckpointer:
         saved, is_first = None, control.world.rank == 0
         with control.raise_on_all_ranks():
             if is_first and flags.load and flags.continues and flags.ckpt_step is None:
-                saved = find_saved(flags.load)
+                saved = find_saved(path_of(flags.load))
         newest = control.gather(-1 if saved is None else saved.manifest.iteration)[0]
         recovery = recover(
             self._folder,
@@ -169,7 +171,7 @@ class InMemoryCheckpointer:
         self.wait()
         self._folder.control.barrier()
         if self._folder.is_first:
-            self._folder.discard()
+            shutil.rmtree(self._folder.path, ignore_errors=True)
 
 
 def in_memory_bytes(ranks_per_node: int, training: Training) -> int:

@@ -222,11 +222,11 @@ def load_parameters(root: Path, iteration: int | None = None) -> dict[str, Tenso
     return {name.removeprefix(f"{PARAM}."): tensor for name, tensor in tensors.items()}
 
 
-def read_common(directory_root: str | Path, iteration: int | None = None) -> dict[str, Any] | None:
+def read_common(root: Path, iteration: int | None = None) -> dict[str, Any] | None:
     """Return the contents of common.json; None if nothing was saved."""
-    if iteration is None and latest_iteration(directory_root) is None:
+    if iteration is None and latest_iteration(root) is None:
         return None
-    return common_of(read_manifest(find_checkpoint(directory_root, iteration)))
+    return common_of(read_manifest(find_checkpoint(root, iteration)))
 
 
 # [Note: the scale of a difference]

@@ -79,10 +79,6 @@ class SnapshotFolder:
                 snapshots.append(snapshot)
         return snapshots, notes
 
-    def discard(self) -> None:
-        """Remove the folder; another rank may do the same."""
-        shutil.rmtree(self.path, ignore_errors=True)
-
 
 @contextmanager
 def snapshot_folder(

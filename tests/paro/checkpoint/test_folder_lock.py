@@ -228,7 +228,7 @@ def alone(lock: FolderLock) -> CheckpointRanks:
     return CheckpointRanks(control_here(), control_here(), range(1), lock)
 
 
-@pytest.mark.parametrize("when", [0, 1, 2], ids=["begin", "folder", "tracker"])
+@pytest.mark.parametrize("when", range(5), ids=["begin", "common", "manifest", "folder", "tracker"])
 def test_a_run_without_its_lease_renames_and_removes_nothing(
     tmp_path: Path, when: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,7 +249,7 @@ def test_a_run_without_its_lease_renames_and_removes_nothing(
     with pytest.raises(LockLostError, match="has taken it over"):
         write_states(tmp_path, 20, {}, {}, ranks=alone(ours), log=lambda _line: None)
     assert len(checks) == when + 1, "it stops at the first check that fails"
-    done = {"iter_0000010"} | ({"iter_0000020"} if when > 1 else set())
+    done = {"iter_0000010"} | ({"iter_0000020"} if when > 3 else set())
     assert {name for name in files(tmp_path) if name.startswith("iter_")} == done
     assert latest_iteration(tmp_path) == 10
 
