@@ -131,15 +131,10 @@ def open_checked(
     """Return a corpus; `UserError` unless the run can read it."""
     corpus = IndexedDataset(prefix)
     check_tokenizer(prefix, corpus.made_with, tokenizer)
-    check_vocabulary(corpus, vocab_size)
+    for ids in scanned(corpus):
+        _check_ids(ids, vocab_size, prefix)
     config.check_conversations(prefix, has_loss_mask=corpus.loss_mask_file is not None)
     return corpus
-
-
-def check_vocabulary(indexed: IndexedDataset, vocab_size: int) -> None:
-    """Raise `UserError` if any checked id of the corpus is outside the vocabulary."""
-    for ids in scanned(indexed):
-        _check_ids(ids, vocab_size, indexed.prefix)
 
 
 def scanned(indexed: IndexedDataset) -> Iterator[Tokens]:

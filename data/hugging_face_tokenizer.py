@@ -152,7 +152,9 @@ def _load_tokenizer_json(path: Path, source: str) -> LibraryTokenizer:
         text = _content(config.get(f"{part}_token"))
         if text is not None:
             return tokenizer.token_to_id(text)
-        return _model_says(path.parent, f"{part}_token_id")
+        files = (path.parent / name for name in ("config.json", "generation_config.json"))
+        stated = (_read(file, dict[str, Any]).get(f"{part}_token_id") for file in files)
+        return next((number for number in stated if type(number) is int), None)  # of several, none
 
     return LibraryTokenizer(tokenizer, source, eos=special("eos"), bos=special("bos"))
 
@@ -241,15 +243,6 @@ def _added_token(token: str | Mapping[str, Any]) -> Any:
 def _content(token: Any) -> str | None:
     """Return the text of a token that is given as a string or as an object."""
     return token["content"] if isinstance(token, dict) else token
-
-
-def _model_says(folder: Path, field: str) -> int | None:
-    """Return a special id from config.json or generation_config.json, if it is a single id."""
-    for name in ("config.json", "generation_config.json"):
-        value = _read(folder / name, dict[str, Any]).get(field)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return None
 
 
 class _Ends(TypedDict, total=False):

@@ -95,20 +95,15 @@ def _alone_on_this_machine(entry: CacheEntry) -> Iterator[None]:
         yield
         return
     try:
-        _lock(descriptor, path)
+        holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
+        who = f"process {holder or 'unknown'} of this machine"
+        wait_for_lock(descriptor, f"{who}, which builds indices and holds the lock {path}")
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)  # for processes that wait
         yield
         path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
-
-
-def _lock(descriptor: int, path: Path) -> None:
-    """Take the lock and write this process into its file, for processes that wait."""
-    holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
-    who = f"process {holder or 'unknown'} of this machine"
-    wait_for_lock(descriptor, f"{who}, which builds indices and holds the lock {path}")
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
 
 
 def _sealed(entry: CacheEntry, sums: Mapping[str, int]) -> str:

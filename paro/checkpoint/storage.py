@@ -190,8 +190,7 @@ class CheckedReader:
             if any(part.shape != i.lengths for part, i in zip(parts, items, strict=True)):
                 raise UserError(f"refused: a tensor of the shape {tuple(saved.shape)}")
         except Exception as error:  # an unpickler fails in many ways
-            path = self.directory / name
-            raise DamagedError(f"{path} is damaged ({describe(error)})") from error
+            raise DamagedError(f"{file.path} is damaged ({describe(error)})") from error
         for read, part in zip(reads, parts, strict=True):
             assert read.target.shape == part.shape, f"{read.item.storage_index}: {part.shape}"
             read.target.copy_(part)

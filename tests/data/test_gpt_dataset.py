@@ -28,7 +28,7 @@ from data.gpt_dataset import (
     SplitRequest,
     TooFewTokensError,
     build_gpt_dataset,
-    check_vocabulary,
+    open_checked,
 )
 from data.index_cache import StoredArray, cached
 from data.indexed_dataset import IndexedDataset
@@ -284,13 +284,14 @@ def test_an_id_outside_the_vocabulary_is_found_when_opening(
 ) -> None:
     """In a part of a corpus, and wherever it is in one of the size that is read whole."""
     monkeypatch.setattr(data.gpt_dataset, "SCAN_BYTES", 64 * 8)
-    indexed = IndexedDataset(write_corpus(tmp_path / "x", [[[1] * 999 + [VOCAB]]]))
-    check_vocabulary(indexed, VOCAB + 1)
-    refused(lambda: check_vocabulary(indexed, VOCAB), f"token id {VOCAB}, ... {VOCAB} entries")
+    prefix = str(write_corpus(tmp_path / "x", [[[1] * 999 + [VOCAB]]]))
+    opens = partial(open_checked, CONFIG, prefix, VOCAB, None)
+    open_checked(CONFIG, prefix, VOCAB + 1, None)
+    refused(opens, f"token id {VOCAB}, ... {VOCAB} entries")
     monkeypatch.setattr(data.gpt_dataset, "SCAN_BYTES", 2 * 640)
     for place in range(0, 633, 7):
         write_corpus(tmp_path / "x", [[[1] * place + [VOCAB] + [1] * (632 - place)]])
-        refused(partial(check_vocabulary, IndexedDataset(tmp_path / "x"), VOCAB), "token id")
+        refused(opens, "token id")
 
 
 def test_an_id_outside_the_vocabulary_is_found_when_fetching(corpus: IndexedDataset) -> None:

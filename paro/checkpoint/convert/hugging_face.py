@@ -180,8 +180,7 @@ def _stored_tensors(directory: Path) -> dict[str, LazyTensor]:
             f"{directory} has neither {WEIGHTS} nor {INDEX}: other files of weights may hold "
             "programs; have transformers save it with safe_serialization"
         )
-    index: _Index = read_json(directory / INDEX, _Index)
-    places = index["weight_map"]
+    places: dict[str, str] = read_json(directory / INDEX, _Index)["weight_map"]
     if any(Path(file).name != file for file in places.values()):
         raise UserError(f"{directory / INDEX} is damaged (it names files elsewhere)")
     files = {file: open_safetensors(directory / file) for file in sorted({*places.values()})}

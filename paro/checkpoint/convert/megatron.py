@@ -22,12 +22,11 @@ from paro.checkpoint.convert.megatron_names import (
     MegatronModel,
     args_in,
     config_of,
-    cut_of_tensor,
     fused,
     unfused,
     written_args,
 )
-from paro.checkpoint.convert.megatron_optim import batches_of, with_optimizer, written_optimizer
+from paro.checkpoint.convert.megatron_optim import with_optimizer, written_optimizer
 from paro.checkpoint.convert.source import (
     LazyTensor,
     ModelSource,
@@ -103,7 +102,10 @@ def write_megatron(
     if source.moments:
         more, states = written_optimizer(source, config)
         common, whole = common | more, whole | states
-        vars(args).update(batches_of(source.progress))
+        for count in ("iteration", "consumed_train_samples", "consumed_valid_samples"):
+            setattr(args, count, source.progress["state"][count])
+        args.global_batch_size = source.progress.get("global_batch_size")
+        args.no_save_rng = True  # it holds no state of random numbers
         tracked = str(more["iteration"])
         name = iteration_directory(root, more["iteration"]).name
     (root / name).mkdir()
@@ -214,7 +216,9 @@ def _of_ranks(name: str, ranks: list[dict[str, LazyTensor]], directory: Path) ->
             )
     if len(parts) < len(ranks):
         raise UserError(f"{directory}: not every tensor-parallel rank has {name}")
-    dim = cut_of_tensor(name)
+    # Tensor parallelism cuts all tensors but norms.
+    is_by_columns = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+    dim = None if "norm" in name else int(is_by_columns)
     if dim == 1 and len(parts[0].shape) < 2:
         raise UserError(f"{directory}: {name} is no matrix")
     whole = joined(parts, dim)

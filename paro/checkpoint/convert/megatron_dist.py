@@ -17,7 +17,7 @@ from paro.checkpoint.convert.dcp_files import DcpFolder, write_dcp
 from paro.checkpoint.convert.megatron_names import NUMBERED, MegatronModel, args_in
 from paro.checkpoint.convert.megatron_optim import KINDS, PREFIX
 from paro.checkpoint.convert.source import LazyTensor, joined, write_json
-from paro.checkpoint.convert.tensor_files import is_weight_type, load_torch_file
+from paro.checkpoint.convert.tensor_files import WEIGHT_TYPES, load_torch_file
 from paro.checkpoint.manifest import FOREIGN as BACKENDS
 from paro.checkpoint.manifest import METADATA
 from paro.checkpoint.metadata import read_metadata
@@ -95,7 +95,7 @@ def _tensors_in(folder: DcpFolder, prefix: str = "") -> dict[str, LazyTensor]:
     tensors = {}
     for stored, state in folder.states.items():
         is_wanted = stored.startswith(prefix or ("embedding.", "decoder.", "output_layer."))
-        if not is_wanted or not is_weight_type(state.properties.dtype) or 0 in state.size:
+        if not is_wanted or state.properties.dtype not in WEIGHT_TYPES or 0 in state.size:
             continue
         name = stored.removeprefix(prefix)
         if _STACKED.search(name) and len(state.size) in (2, 3):

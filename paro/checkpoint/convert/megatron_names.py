@@ -124,13 +124,6 @@ def megatron_name(name: str) -> str:
     return name_in(_NAMES, name)
 
 
-def cut_of_tensor(theirs: str) -> int | None:
-    """Return the dim along which tensor parallelism cuts a Megatron tensor, None for a norm."""
-    if "norm" in theirs:
-        return None
-    return int(theirs.endswith(("linear_proj.weight", "linear_fc2.weight")))
-
-
 def args_in(saved: object, path: Path) -> MegatronArgs:
     """Return the arguments in the contents of a file; `UserError` if it has none."""
     if not isinstance(saved, dict) or not isinstance(saved.get("args"), Namespace):

@@ -100,14 +100,6 @@ def written_optimizer(
     return common, tensors
 
 
-def batches_of(progress: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Megatron-LM's arguments that say how far a run has come, and that it saved no more."""
-    state = progress["state"]
-    counts = ("iteration", "consumed_train_samples", "consumed_valid_samples")
-    batch_size = {"global_batch_size": progress.get("global_batch_size")}
-    return {**{n: state[n] for n in counts}, **batch_size, "no_save_rng": True}
-
-
 def _progress(model: MegatronModel, optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of common.json from which a run continues."""
     inner = _dict(optimizer.get("optimizer", optimizer))

@@ -133,11 +133,10 @@ def _tensors_in(path: Path) -> dict[str, Tensor]:
 
 def _whole(config: LlamaConfig, name: str, dim: int | None, parts: list[Tensor]) -> LazyTensor:
     """Return one parameter joined from its shards, with this project's order of RoPE channels."""
-    part = name.rpartition(".")[2]
     if name == "embedding.weight" and parts[0].shape[1] != config.hidden_size:
         dim = 1
     whole = joined([lazy(shard) for shard in parts], dim)
-    return turned(whole, config.kv_channels) if part in TURNED else whole
+    return turned(whole, config.kv_channels) if name.endswith(TURNED) else whole
 
 
 def _config(directory: Path, params: _Params, shards: list[Mapping[str, Tensor]]) -> LlamaConfig:

@@ -28,13 +28,14 @@ from paro.checkpoint.metadata import InertObject
 from paro.errors import UserError, describe, open_files_limit
 from paro.files.regular_file import check_regular
 
-_DTYPES = {  # in the order in which the safetensors library writes tensors
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
+# The types that parameters may have, in the order in which the safetensors library writes tensors.
+WEIGHT_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPES = {name: dtype for dtype, name in WEIGHT_TYPES.items()}
 
 
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
@@ -69,12 +70,12 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
 def safetensors_plan(tensors: Mapping[str, LazyTensor]) -> tuple[bytes, dict[str, int]]:
     """Return the header of a file, and the first byte of each tensor, in the order of the file."""
     # Wide types first, for alignment, then by name: as the library writes tensors.
-    order = [*_NAMES]
+    order = [*WEIGHT_TYPES]
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins: dict[str, int] = {}
     offset = 0
     for name in sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name)):
-        shape, kind = tensors[name].shape, _NAMES[tensors[name].dtype]
+        shape, kind = tensors[name].shape, WEIGHT_TYPES[tensors[name].dtype]
         begins[name], offset = offset, offset + tensors[name].num_bytes
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": (begins[name], offset)}
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -139,16 +140,11 @@ def map_torch_file(path: Path) -> Any:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
-def is_weight_type(dtype: torch.dtype) -> bool:
-    """Return whether parameters may have a type."""
-    return dtype in _NAMES
-
-
 def is_weight(value: object) -> TypeGuard[Tensor]:
     """Return whether a value can be a parameter: a vector or matrix of a type of weights."""
     return (
         isinstance(value, Tensor)
         and value.layout is torch.strided
-        and is_weight_type(value.dtype)
+        and value.dtype in WEIGHT_TYPES
         and value.ndim in (1, 2)
     )

@@ -24,11 +24,10 @@ from paro.checkpoint.convert.hugging_face import (
 from paro.checkpoint.convert.meta import NAMES as OLDER_NAMES
 from paro.checkpoint.convert.meta import TURNED, turned
 from paro.checkpoint.convert.source import LazyTensor, ModelSource
-from paro.checkpoint.convert.tensor_files import is_weight_type
+from paro.checkpoint.convert.tensor_files import WEIGHT_TYPES
 from paro.checkpoint.directory import COMMON
 from paro.checkpoint.manifest import FOREIGN, METADATA
 from paro.errors import UserError, flag_of
-from paro.files.regular_file import check_regular
 
 _FUSABLE = "attention.qkv_linear."  # module of version 0.3 that has the projections of attention
 _NAMES = OLDER_NAMES | {
@@ -61,7 +60,6 @@ def open_torchtitan(directory: Path, assets: Path | None = None) -> ModelSource:
     """
     if not (directory / METADATA).is_file():
         raise UserError(f"{directory} has no {METADATA}: give the folder of a step, as step-1000")
-    check_regular(directory / METADATA)
     assets = assets or directory / COMPANIONS
     if not is_hugging_face(assets):
         raise UserError(
@@ -86,7 +84,7 @@ def _tensors_in(folder: DcpFolder, head: int) -> dict[str, LazyTensor]:
     for name, state in folder.states.items():
         if name.startswith(_TRAINING) or core_name(name) == _BUFFER:
             continue
-        if not is_weight_type(state.properties.dtype):
+        if state.properties.dtype not in WEIGHT_TYPES:
             kind = str(state.properties.dtype).removeprefix("torch.")
             raise UserError(f"{folder.directory}: {name:.99} is {kind}, which is no weight's type")
         tensor = folder.tensor(name)
