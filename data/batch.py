@@ -53,8 +53,7 @@ class MockDataset:
     stream: int = 0
 
     def __post_init__(self) -> None:
-        order = np.random.RandomState(self.seed).permutation(self.vocab_size)
-        self.cycle = order.astype(np.int64)
+        self.cycle = np.random.RandomState(self.seed).permutation(self.vocab_size)
 
     def __len__(self) -> int:
         return self.num_samples

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -240,7 +239,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
             if line.strip():
                 piece, rank = line.split()
                 ranks[base64.b64decode(piece, validate=True)] = int(rank)
-    except (ValueError, binascii.Error):
+    except ValueError:
         ranks = {}
     whole = sorted(ranks.values()) == list(range(len(ranks)))
     if not whole or any(bytes([byte]) not in ranks for byte in range(256)):

@@ -37,7 +37,6 @@ READERS = {
     "hugging face": "model.hugging_face paro.checkpoint.convert.hugging_face",
     "yaml": "paro.arguments.yaml_flags",
     "tests/paro/training/test_base.py": "paro.checkpoint.base",
-    "tests/paro/checkpoint/convert/test_megatron_dist.py": "paro.checkpoint.convert.dcp_files",
     "megatron": (
         "paro.checkpoint.convert.megatron paro.checkpoint.convert.megatron_names "
         "paro.checkpoint.convert.tensor_files"
@@ -46,7 +45,7 @@ READERS = {
     "meta": "paro.checkpoint.convert.meta",
     "native": "paro.checkpoint.convert.native",
     "tests/paro/checkpoint/convert/test_peft.py": "paro.checkpoint.convert.peft",
-    "torchtitan": "paro.checkpoint.convert.torchtitan",
+    "torchtitan": "paro.checkpoint.convert.dcp_files",
     "tracker": "paro.checkpoint.directory",
     "tests/paro/checkpoint/in_memory/test_snapshot.py": "paro.checkpoint.in_memory.snapshot",
     "tests/paro/checkpoint/in_memory/test_recovery.py": "paro.checkpoint.in_memory.recovery",

@@ -178,8 +178,9 @@ def write_native(source: ModelSource, root: Path, final: Path, *, rows: int) -> 
         "converted_from": None if source.adapters else source.origin,
         "token_ids": source.token_ids,
     }
-    states = {PARAM: source.tensors, **source.moments}
-    _write(states, rows, root, final, {**common, **source.progress})
+    kinds = {PARAM: source.tensors, **source.moments}
+    states = {kind: with_vocabulary(tensors, rows) for kind, tensors in kinds.items()}
+    _write(states, root, final, {**common, **source.progress})
     source.copy_companions(root / COMPANIONS)
 
 
@@ -199,21 +200,17 @@ def write_adapters(source: ModelSource, base: Path, root: Path, final: Path) -> 
     more = ("unpadded_vocab_size", "begins_with_bos", "token_ids")
     fields = {name: common[name] for name in (*copied, *more) if name in common}
     fields |= {"lora": asdict(source.lora), "base": named}
-    _write({PARAM: source.adapters}, 0, root, final, fields)
+    _write({PARAM: source.adapters}, root, final, fields)
 
 
 def _write(
-    states: Mapping[str, Mapping[str, LazyTensor]],
-    rows: int,
-    root: Path,
-    final: Path,
-    common: Mapping[str, Any],
+    states: Mapping[str, Mapping[str, LazyTensor]], root: Path, final: Path, common: dict[str, Any]
 ) -> None:
-    """Write states by their kind as the latest iteration; the vocabulary's get `rows` rows."""
+    """Write states by their kind as the latest iteration of a folder, later renamed to `final`."""
     named = {
         f"{kind}.{name}": tensor
         for kind, tensors in states.items()
-        for name, tensor in with_vocabulary(tensors, rows).items()
+        for name, tensor in tensors.items()
     }
     iteration = common.get("state", {}).get("iteration", 0)
     directory = begin_checkpoint(root, iteration)
