@@ -189,20 +189,21 @@ def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:
     says = dict(family.says)
     if family.has_attention_bias:
         says["attention_bias"] = config.add_qkv_bias
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rotary_base}
+    rope: dict[str, Any] = {}
     if config.use_rope_scaling:
-        rope |= {theirs: getattr(config, ours) for ours, theirs in _ROPE_SCALING.items()}
         rope["rope_type"] = "llama3"
+        rope |= {theirs: getattr(config, ours) for ours, theirs in _ROPE_SCALING.items()}
     if config.position_embedding_type == "yarn":
+        rope["rope_type"] = "yarn"
         rope |= {theirs: getattr(config, ours) for ours, theirs in _YARN.items()}
-        rope |= {"rope_type": "yarn", "attention_factor": config.rotary_scale}
+        rope["attention_factor"] = config.rotary_scale
     if config.rotary_seq_len_interpolation_factor != 1.0:
-        if rope["rope_type"] != "default":
+        if rope:
             raise UserError(
                 f"transformers has no model with both rope_type {rope['rope_type']} and "
                 "--rotary-seq-len-interpolation-factor: it cannot be written for it"
             )
-        rope |= {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
+        rope = {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
     return {
         "architectures": [f"{model_type.capitalize()}ForCausalLM"],
         "model_type": model_type,
@@ -215,7 +216,9 @@ def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:
         "rms_norm_eps": config.norm_epsilon,
         "initializer_range": config.init_method_std,
         "tie_word_embeddings": config.tie_embeddings_and_output_weights,
-        "rope_parameters": rope,
+        # The form of transformers 4, which transformers 5 reads too.
+        "rope_theta": config.rotary_base,
+        "rope_scaling": rope or None,
     }
 
 

@@ -61,7 +61,7 @@ def prepare_export(
         training.optimizer.outer.wait()
         log.log0(f"writing the model to --save-hf {target}")
         ranks, states = with_one_folder(control), _held(training, resumed)
-        notes = write_by_ranks(plan, states, target, ranks, "--save-hf")
+        notes = write_by_ranks(plan, states, target, ranks)
         for line in (*plan.source.notes, *notes, f"  successfully wrote the model to {target}"):
             log.log0(line)
 

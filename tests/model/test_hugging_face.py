@@ -36,10 +36,9 @@ YARN = replace(
 def test_configurations_come_back(config: LlamaConfig) -> None:
     fields = hugging_face_config(config)
     assert llama_config(fields) == config
-    rope = fields.pop("rope_parameters")  # as transformers 4 wrote it
-    fields["rope_theta"] = rope.pop("rope_theta")
-    fields["rope_scaling"] = None if rope["rope_type"] == "default" else rope
-    assert llama_config(fields) == config
+    scaling = fields.pop("rope_scaling") or {"rope_type": "default"}
+    fields["rope_parameters"] = {"rope_theta": fields.pop("rope_theta"), **scaling}
+    assert llama_config(fields) == config  # as transformers 5 writes it
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
@@ -168,7 +167,7 @@ def test_scaled_positions_are_those_of_transformers(
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     sizes = hugging_face_config(replace(LLAMA_PRESETS["7B"], kv_channels=8))
-    del sizes["rope_parameters"]
+    del sizes["rope_theta"], sizes["rope_scaling"]
     fields = sizes | {"max_position_embeddings": 64, form: scaling} | beside
     theirs = LlamaRotaryEmbedding(AutoConfig.for_model(**copy.deepcopy(fields)))
     config = llama_config(fields)

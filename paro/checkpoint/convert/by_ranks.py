@@ -27,18 +27,14 @@ from paro.spec.states import PARAM
 
 
 def write_by_ranks(
-    plan: HuggingFacePlan,
-    states: Mapping[str, ChunkedState],
-    target: Path,
-    ranks: CheckpointRanks,
-    flag: str,
+    plan: HuggingFacePlan, states: Mapping[str, ChunkedState], target: Path, ranks: CheckpointRanks
 ) -> list[str]:
-    """Write the folder `target`, which the `flag` gave, and return lines about it; collective.
+    """Write the folder of --save-hf, which is `target`, and return lines about it; collective.
 
     `states` are this rank's chunks of the parameters that ranks hold. The folder is complete or
     does not exist: an error is raised on all ranks and leaves nothing behind.
     """
-    blame = f"{flag} {target}"
+    blame = f"--save-hf {target}"
     temporary: Path = ranks.everyone.gather(temporary_beside(target))[0]
 
     def begin() -> None:
@@ -51,7 +47,7 @@ def write_by_ranks(
             notes = plan.write_rest(temporary)
             for path in (*temporary.iterdir(), temporary):  # all is durable before its name is
                 sync(path)
-            check_absent(flag, target)
+            check_absent("--save-hf", target)
             temporary.rename(target)
             sync(target.absolute().parent)
         return notes

@@ -345,11 +345,7 @@ def config_fields(source: ModelSource) -> dict[str, Any]:
             stated = [name for name in ("dtype", "torch_dtype") if name in fields]
             dtype = _stated_dtype(source, [fields[name] for name in stated])
             return fields | dict.fromkeys(stated or ["torch_dtype"], dtype)
-    fields = hugging_face_config(replace(source.config, recompute=None))
-    rope = fields.pop("rope_parameters")
-    # The form of transformers 4, which transformers 5 reads too.
-    fields["rope_theta"] = rope.pop("rope_theta")
-    fields["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    fields = hugging_face_config(source.config)
     return fields | {"torch_dtype": _stated_dtype(source, [])} | _special_ids(source)
 
 

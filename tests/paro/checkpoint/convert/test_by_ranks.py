@@ -118,7 +118,7 @@ def write_alone(folder: Path) -> None:
     for other in ranks[1:]:
         for name, state in other.items():
             states[name].chunks.update(state.chunks)
-    write_by_ranks(plan, states, folder, one_process(), "--save-hf")
+    write_by_ranks(plan, states, folder, one_process())
 
 
 def interrupted(folder: Path, failure: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
