@@ -160,11 +160,11 @@ def _open_torch(directory: Path) -> MegatronModel:
         )
     args = args_in(load_torch_file(path), path)
     stages = args.get("pipeline_model_parallel_size", 1)
-    by_rank: list[dict[str, LazyTensor]] = []
-    for rank in range(args.get("tensor_model_parallel_size", 1)):
-        ends = [f"_{stage:03d}" for stage in range(stages)] if stages > 1 else [""]
-        paths = [directory / f"mp_rank_{rank:02d}{end}" / FILE for end in ends]
-        by_rank.append(_of_stages(paths))
+    ends = [f"_{stage:03d}" for stage in range(stages)] if stages > 1 else [""]
+    by_rank = [
+        _of_stages([directory / f"mp_rank_{rank:02d}{end}" / FILE for end in ends])
+        for rank in range(args.get("tensor_model_parallel_size", 1))
+    ]
     names = dict.fromkeys(name for rank in by_rank for name in rank)
     whole = {name: _of_ranks(name, by_rank, directory) for name in names}
     return MegatronModel(path=path, args=args, tensors=whole)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import re
 from collections.abc import Mapping
@@ -128,11 +127,10 @@ def write_dist(directory: Path, common: Mapping[str, Any], whole: Mapping[str, L
 def _add_extra_states(directory: Path, num_layers: int) -> None:
     """Add the objects that Megatron-core's modules ask for, all of which are one `None`."""
     metadata = read_metadata(directory)
-    content = io.BytesIO()
-    torch.save([None], content)
     path = directory / "__1_0.distcp"
-    path.write_bytes(content.getvalue())
-    info = _StorageInfo(path.name, 0, len(content.getvalue()))
+    with path.open("wb") as file:
+        torch.save([None], file)
+    info = _StorageInfo(path.name, 0, path.stat().st_size)
     parts = [(f"mlp.{m}" if "fc" in m else f"self_attention.{m}") for m in _WITH_EXTRA_STATE]
     names = [
         f"decoder.layers.{part}._extra_state/shard_{layer}_{num_layers}"

@@ -53,9 +53,8 @@ def with_optimizer(source: ModelSource, config: LlamaConfig, model: MegatronMode
             "depends on its ranks: save it with --dist-ckpt-optim-fully-reshardable"
         )
     progress = _progress(model, optimizer)
-    masters = {**model.tensors}
-    for kind in MASTERS:
-        masters |= model.states[kind]
+    of_optimizer = {n: t for kind in MASTERS for n, t in model.states[kind].items()}
+    masters = {**model.tensors, **of_optimizer}
     tensors = unfused(config, replace(model, tensors=masters))
     for name, tensor in tensors.items():
         if tensor.dtype is not torch.float32:

@@ -371,8 +371,6 @@ def assign(
             for source, chunk in sorted(
                 by_want[target, number], key=lambda offer: (load[offer[0]], offer[0])
             ):
-                if not left:
-                    break
                 parts, left = split(left, chunk)
                 for part in parts:
                     messages.append(ChunkTransfer(source, target, state, part))
