@@ -1,4 +1,4 @@
-"""Faults of an object store into which a run saves or from which it reads: S3, on the loopback."""
+"""Faults of object stores into which a run saves or from which it reads, on the loopback."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 
 from paro.files.object_cache import ObjectCache
 from paro.files.object_store import path_of
+from tests.data.test_tokenizer import train_sentencepiece
 from tests.faults.conftest import Scenario
 from tests.faults.job import LIMIT_SECONDS, Point, Run, other_host
+from tests.helpers import store_emulators
 from tests.helpers.corpora import write_corpus
 from tests.helpers.object_server import BUCKET, SECRET, ObjectServer, upload
 
@@ -145,3 +147,40 @@ def test_a_store_that_is_gone_while_a_corpus_is_read(
     job = scenario.start(*data, ranks=1, plain=True)
     scenario.ends(job, [1], "waited", within=3 * LIMIT_SECONDS)
     assert "waiting for the object store" in job.text()
+
+
+@pytest.mark.parametrize("scheme", ["gs", "az"])
+def test_killed_in_an_upload_to_another_store(
+    scenario: Scenario, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """Reads its corpus and tokenizer there, refuses a second run, and ends as one on local files.
+
+    Google's store is fake-gcs-server, Azure's is Azurite.
+    """
+    monkeypatch.setattr(ObjectCache, "folder", tmp_path / "of the test")
+    scenario.ranks, scenario.plain = 1, True
+    (tmp_path / "data").mkdir()
+    write_corpus(tmp_path / "data" / "x", [[list(range(100)) * 100]])
+    train_sentencepiece(tmp_path / "data" / "x.model")
+
+    def reading(place: object) -> tuple[object, ...]:
+        tokenizer = ("--tokenizer-type", "SentencePieceTokenizer", "--vocab-size", 280)
+        data = ("--tokenizer-model", f"{place}/x.model", "--data-path", f"{place}/x")
+        return (*tokenizer, *data, "--split", "8,1,1", "--num-workers", 1)
+
+    with store_emulators.running(scheme, tmp_path) as bucket:
+        local = scenario.undisturbed(1, *reading(tmp_path / "data"))
+        scenario.undisturbed = lambda *_: local
+        upload(tmp_path / "data", f"{bucket}/data")
+        scenario.run = Run(tmp_path, path_of(f"{bucket}/run"))
+        cache = ("--object-storage-cache-path", tmp_path / "cache")
+        scenario.flags = (*reading(f"{bucket}/data"), *cache)
+        job = scenario.paused(Point.UPLOAD, 2, at=1)
+        second = scenario.start()
+        scenario.ends(second, [2], f"--save {scenario.run.save} is in use by process ", within=30.0)
+        scenario.strikes()
+        job.kill()
+        scenario.ended("")
+        scenario.resumes(3)
+    for job in scenario.jobs:
+        assert store_emulators.SECRET not in job.text()
