@@ -16,6 +16,7 @@ from paro.checkpoint import folder_lock
 from paro.checkpoint.agreement import one_process
 from paro.checkpoint.chunks import ChunkedState
 from paro.checkpoint.config import CheckpointConfig, find_saved
+from paro.checkpoint.convert.torchtitan import open_torchtitan, write_torchtitan
 from paro.checkpoint.directory import (
     begin_checkpoint,
     candidates,
@@ -33,6 +34,8 @@ from paro.files.object_cache import ObjectCache
 from paro.files.object_store import StorePath, path_of
 from tests.helpers.object_server import BUCKET, ObjectServer
 from tests.helpers.refusals import refused
+from tests.helpers.training import llama
+from tests.paro.checkpoint.convert.folders import assert_same, source_of
 from tests.paro.checkpoint.test_folder_lock import holder, take
 from tests.paro.checkpoint.toy_run import ONE, load_checkpoint, make_shards, save_checkpoint
 
@@ -82,6 +85,16 @@ def test_a_store_that_overwrites_what_exists_and_what_renames_are_refused(
     monkeypatch.setattr(StorePath, "create", lambda path, content: bool(path.write_bytes(content)))
     refused(LockWaiter(root, holder()).attempt, f"--save {root}", "give another --save")
     refused(lambda: CheckpointConfig(save=str(root), start_over=True), "--start-over", str(root))
+
+
+def test_a_model_of_torchtitan_is_read_from_a_store(root: StorePath, tmp_path: Path) -> None:
+    model = source_of(llama(2, 32, 48, heads=(4, 2, 8), length=64, vocab=128))
+    (folder := tmp_path / "model").mkdir()
+    write_torchtitan(model, folder, older=False)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            (root / str(path.relative_to(folder))).write_bytes(path.read_bytes())
+    assert_same(open_torchtitan(root), model)
 
 
 def found(root: StorePath) -> Path | None:
