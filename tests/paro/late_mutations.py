@@ -161,6 +161,7 @@ FULL = "--recompute-granularity full"
 AHEAD = "--paro-updated-ahead 2"
 FLAT = "--paro-collective flat"
 MUON = "--optimizer muon --lr 0.01"
+LARGE = "--hidden-size 256 --ffn-hidden-size 768"  # messages arrive well after they are posted
 OFFLOAD = "--optimizer-cpu-offload"
 OUTER = "--paro-outer-steps 2 --paro-outer-warmup 0 --paro-outer-delay 1"
 AUTO = "AUTO"  # in flags: an algorithm chosen for every call
@@ -194,7 +195,7 @@ class Mutation:
     @contextmanager
     def removed(self) -> Iterator[None]:
         method = f"{self.owner.__name__}.{self.method}"
-        with changed(self.owner.__module__, method, self.old, self.new):
+        with changed(self.owner.__module__, method, self.old, self.new.replace("DONE", _DONE)):
             yield
 
 
@@ -247,8 +248,8 @@ CAUGHT = {
     "collectives.interface Collectives.run_after: after=after": ("GGG", AUTO),
     "collectives.native NativeCollectives._run: after=event": ("GGG", ""),
     "collectives.pipelined PipelinedCollectives.run: after=ready": ("GGG", HO_RING),
-    "collectives.wire Wire._exchange_rows: message.wait()": ("NNI", ""),
-    "collectives.wire Pending.wait: self._work.wait()": ("NNI", ""),
+    "collectives.wire Wire._exchange_rows: message.wait()": ("NNI", LARGE),
+    "collectives.wire Pending.wait: self._work.wait()": ("NNI", LARGE),
     "collectives.wire Wire.exchange: Pending(work, message.tensor, what).wait()": ("NIG", MUON),
     "distributed.exposed_time ExposedTimer.wait: event.wait()": ("IIG", ""),
     "optim.muon MuonStep._send_result: self.exposed_timer.wait(WaitKind.REDUCE, momentum.event)": (
