@@ -5,10 +5,10 @@
 # share * t - count is next, the first one if several are equal. Every choice depends on the counts
 # after all earlier choices, so the definition is a loop over samples; it takes minutes for hundreds
 # of millions of samples. Here stretches of samples run in parallel lanes, as columns of numpy
-# arrays. A stretch starts from estimated counts: the shares at its first sample, after a warm-up of
+# arrays. A chunk starts from estimated counts: the shares at its first sample, after a warm-up of
 # some steps, in which wrong counts converge to the true ones. Then each start is compared with the
-# end of the previous stretch, and on a difference the stretch is run again from that end. The first
-# stretch starts from exact counts, so after the last difference the result equals the loop's.
+# end of the previous chunk, and on a difference the chunk is run again from that end. The first
+# chunk starts from exact counts, so after the last difference the result equals the loop's.
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from data.gpt_dataset import GPTDataset, SplitRequest, TooFewTokensError
 from data.index_cache import CacheEntry, StoredArray, cached
 from paro.errors import UserError
 
-_LEAST_STRETCH = 256
+_LEAST_CHUNK = 256
 _MAX_LANES = 4096
 _RUN_IN = 4  # length of the warm-up, in mean distances between samples of the rarest corpus
 _MAX_RUN_IN = 4096
@@ -246,14 +246,14 @@ def blend_samples(
     """
     shares = np.array(corpus_shares, dtype=np.float64)
     limits = None if sizes is None else np.array(sizes, dtype=np.int64)
-    stretch = max(_LEAST_STRETCH, -(-num_samples // _MAX_LANES))
-    num_lanes = max(1, -(-num_samples // stretch))
+    chunk = max(_LEAST_CHUNK, -(-num_samples // _MAX_LANES))
+    num_lanes = max(1, -(-num_samples // chunk))
     rarest = float(shares[shares > 0].min())  # numpy warns of overflow in a division
-    run_in = int(min(_RUN_IN / rarest, _MAX_RUN_IN, stretch))
-    chosen = np.empty((num_lanes, stretch), dtype=np.int16)
-    samples = np.empty((num_lanes, stretch), dtype=np.int64)
+    run_in = int(min(_RUN_IN / rarest, _MAX_RUN_IN, chunk))
+    chosen = np.empty((num_lanes, chunk), dtype=np.int16)
+    samples = np.empty((num_lanes, chunk), dtype=np.int64)
 
-    starts = np.arange(num_lanes, dtype=np.int64) * stretch
+    starts = np.arange(num_lanes, dtype=np.int64) * chunk
     begun = np.zeros((len(shares), num_lanes), dtype=np.int64)
     if num_lanes > 1:
         begun[:, 1:] = _likely_counts(shares, starts[1:] - run_in)
@@ -263,7 +263,7 @@ def blend_samples(
     lanes = np.arange(num_lanes)
     while lanes.size:
         counts = begun[:, lanes]
-        for step in range(stretch):
+        for step in range(chunk):
             picks, before = _choose(shares, limits, starts[lanes] + step, counts)
             chosen[lanes, step] = picks
             samples[lanes, step] = before

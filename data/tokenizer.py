@@ -27,8 +27,8 @@ PATTERN = (
 NUM_SPECIAL = 256  # number of special tokens, whose ids follow the ranks; most are reserved
 NAMED = {0: "<|begin_of_text|>", 1: "<|end_of_text|>"}
 # Long runs of blanks, or of characters without a blank, cost tiktoken quadratic time. So LLaMA-3
-# cuts texts into parts of STRETCH characters, and such runs into parts of RUN characters.
-STRETCH, RUN = 400_000, 25_000
+# cuts texts into parts of CHUNK characters, and such runs into parts of RUN characters.
+CHUNK, RUN = 400_000, 25_000
 LONG_RUN = re.compile(rf"\S{{{RUN + 1},}}|\s{{{RUN + 1},}}")
 
 
@@ -253,12 +253,12 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 def _parts(text: str) -> Iterable[str]:
     """Cut a long text where LLaMA-3's code does: into stretches, then inside long runs."""
-    for begin in range(0, len(text), STRETCH):
-        stretch = text[begin : begin + STRETCH]
-        runs = LONG_RUN.finditer(stretch)
+    for begin in range(0, len(text), CHUNK):
+        chunk = text[begin : begin + CHUNK]
+        runs = LONG_RUN.finditer(chunk)
         cuts = [cut for run in runs for cut in range(run.start() + RUN, run.end(), RUN)]
-        for start, stop in pairwise([0, *cuts, len(stretch)]):
-            yield stretch[start:stop]
+        for start, stop in pairwise([0, *cuts, len(chunk)]):
+            yield chunk[start:stop]
 
 
 class NullTokenizer(Tokenizer):

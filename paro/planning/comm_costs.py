@@ -81,7 +81,7 @@ class BufferCosts(NamedTuple):
     # Seconds by link, stream or thread, of `busy_of`
     busy: Mapping[ActionKind, Mapping[Hashable, float]]
     # Bytes read and written to quantize or dequantize for an action.
-    codes: Mapping[ActionKind, int]
+    coding_bytes: Mapping[ActionKind, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,12 +117,12 @@ class CommCosts:
     @cached_property
     def coding_bytes(self) -> int:
         """The bytes that quantization reads and writes in a step; 0 without quantization."""
-        return sum(sum(costs.codes.values()) for costs in self.of_buffers)
+        return sum(sum(costs.coding_bytes.values()) for costs in self.of_buffers)
 
     def _costs_of(self, spec: ShardingSpec) -> BufferCosts:
         queued = dict(self._queued(spec))
-        codes = self._add_copies(spec, queued) if spec.buffer.trains else {}
-        return BufferCosts(queued, {kind: busy_of(queued[kind]) for kind in queued}, codes)
+        coding_bytes = self._add_copies(spec, queued) if spec.buffer.trains else {}
+        return BufferCosts(queued, {kind: busy_of(queued[kind]) for kind in queued}, coding_bytes)
 
     def _queued(self, spec: ShardingSpec) -> Iterator[tuple[ActionKind, tuple[QueuedJobs, ...]]]:
         """Yield the work that each action queues: collectives, or shifts."""
@@ -159,7 +159,7 @@ class CommCosts:
         params, grads, optim = (numel // degree for degree in spec.strategy.degrees)
         wire, accumulate = BYTES_OF[precision.wire], BYTES_OF[precision.accumulate]
         copy_rate = self.device.memory_bytes_per_second
-        codes: dict[ActionKind, int] = {}
+        coding_bytes: dict[ActionKind, int] = {}
         if reduced := queued.get(ActionKind.REDUCE):
             added = grads * (wire + 2 * accumulate) / copy_rate
             add = self._beside("add", reduced[-1], added, at=-1)
@@ -170,8 +170,8 @@ class CommCosts:
             if exchange:
                 feedback = _FEEDBACK_BYTES if precision.inter_grad_error_feedback else 0
                 encoded = numel // exchange[0].span[0].inner
-                codes[ActionKind.GRAD_SYNC] = encoded * (CODING_BYTES + feedback)
-                seconds = coding_seconds(self.device, codes[ActionKind.GRAD_SYNC])
+                coding_bytes[ActionKind.GRAD_SYNC] = encoded * (CODING_BYTES + feedback)
+                seconds = coding_seconds(self.device, coding_bytes[ActionKind.GRAD_SYNC])
                 code = self._beside("code", synced[num_exact], seconds)
                 synced = (*synced[:num_exact], code, *synced[num_exact:])
             if num_exact and wire != accumulate:  # types are converted before and after
@@ -179,13 +179,13 @@ class CommCosts:
                 synced = (self._beside("convert", synced[0], converted / copy_rate), *synced)
             queued[ActionKind.GRAD_SYNC] = synced
         if (gathered := queued.get(ActionKind.PARAM_ALL_GATHER)) and spec.update_format is not None:
-            codes[ActionKind.UPDATE] = optim * (_ENCODED_BYTES + _DECODED_BYTES)
-            codes[ActionKind.PARAM_ALL_GATHER] = (params - optim) * _DECODED_BYTES
-            seconds = coding_seconds(self.device, codes[ActionKind.PARAM_ALL_GATHER])
+            coding_bytes[ActionKind.UPDATE] = optim * (_ENCODED_BYTES + _DECODED_BYTES)
+            coding_bytes[ActionKind.PARAM_ALL_GATHER] = (params - optim) * _DECODED_BYTES
+            seconds = coding_seconds(self.device, coding_bytes[ActionKind.PARAM_ALL_GATHER])
             reductions = gathered[0]._replace(use=StreamKind.REDUCE.value)
             decode = self._beside("decode", reductions, seconds)
             queued[ActionKind.PARAM_ALL_GATHER] = (*gathered, decode)
-        return codes
+        return coding_bytes
 
     def _beside(self, name: str, other: QueuedJobs, seconds: float, *, at: int = 0) -> QueuedJobs:
         """Make work for the stream of a job of other work; on CPU ranks it takes processor time."""

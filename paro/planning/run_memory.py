@@ -4,8 +4,9 @@
 # and the total that planner, dry run and trainer compare with the device's memory (DeviceMemory):
 #
 #     allocations      the largest memory snapshot of a step (tally.py)
-#     buffers, codes   each comm stream's buffers: chunks of HO-Ring's pipeline, permuted buffers of
-#                      flat collectives, gathered buckets of native ones; quantized values
+#     buffers          of comm streams: chunks of HO-Ring's pipeline, permuted buffers of flat
+#                      collectives, gathered buckets of native ones
+#     quantized        quantized values and error feedback
 #     fragmentation    the allocator's rounding, library workspaces, free blocks that are too small
 #     communicators    of NCCL; under gloo only allocations and the context count
 #     context          of CUDA; on CPU ranks what a process takes without a model (machine file)
@@ -155,7 +156,7 @@ class DeviceMemory:
 
     allocations: MemorySnapshot
     buffers: int = 0  # bytes of collectives' own buffers
-    codes: int = 0  # bytes of quantized values and of error feedback
+    quantized: int = 0  # bytes of quantized values and of error feedback
     fragmentation: int = 0  # bytes that torch's allocator holds in addition to tensors
     communicators: int = 0  # bytes of NCCL's communicators
     context: int = 0  # bytes of the CUDA context, or of a CPU process without a model
@@ -168,7 +169,7 @@ class DeviceMemory:
     @property
     def allocated(self) -> int:
         """The bytes of the rank's tensors at the peak."""
-        return self.allocations.total + self.buffers + self.codes
+        return self.allocations.total + self.buffers + self.quantized
 
     @property
     def reserved(self) -> int:
@@ -184,7 +185,7 @@ class DeviceMemory:
         return {
             **self.allocations.parts(),
             "buffers of collectives": self.buffers,
-            "codes of updates": self.codes,
+            "codes of updates": self.quantized,
             "fragmentation": self.fragmentation,
             "communicators": self.communicators,
             "context": self.context,
@@ -226,7 +227,7 @@ def device_memory(
     return DeviceMemory(
         allocations=allocations,
         buffers=communication.buffer_bytes,
-        codes=communication.code_bytes,
+        quantized=communication.code_bytes,
         fragmentation=round(fragmentation * allocated),
         communicators=communication.num_groups * communicator,
         context=context,

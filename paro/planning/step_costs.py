@@ -219,7 +219,7 @@ class StepCosts:
             if kind is ActionKind.GRADIENTS:
                 seconds += self.collect_seconds(unit.trainable.numel) / shape.num_slices
         elif kind is ActionKind.UPDATE:
-            encoded = self.comm_costs.of_buffers[number].codes.get(kind, 0)
+            encoded = self.comm_costs.of_buffers[number].coding_bytes.get(kind, 0)
             seconds = self.computing.update_seconds(self.run.strategy, unit.trainable.numel)
             seconds += coding_seconds(self.device, encoded)
         elif kind is ActionKind.REDUCE and unit.replicated:

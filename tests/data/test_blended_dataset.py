@@ -63,17 +63,17 @@ def as_pairs(indices: BlendIndices) -> list[tuple[int, int]]:
         st.floats(0.001, 100.0) | st.integers(1, 90).map(float), min_size=1, max_size=6
     ),
     num_samples=st.integers(0, 500),
-    stretch=st.integers(1, 60),
+    chunk=st.integers(1, 60),
     are_sizes=st.booleans(),
 )
 def test_many_lanes_give_what_one_loop_gives(
-    weights: list[float], num_samples: int, stretch: int, are_sizes: bool
+    weights: list[float], num_samples: int, chunk: int, are_sizes: bool
 ) -> None:
     """By weights for ever, or until all corpora of these sizes are exhausted."""
     sizes = [int(weight) for weight in weights] if are_sizes and any(map(int, weights)) else None
     shares = [float(share) for share in np.array(sizes or weights) / np.sum(sizes or weights)]
     count = sum(sizes) if sizes else num_samples
-    with mock.patch.object(blended_dataset, "_LEAST_STRETCH", stretch):
+    with mock.patch.object(blended_dataset, "_LEAST_CHUNK", chunk):
         found = as_pairs(blend_samples(shares, count, sizes))
     assert found == sample_by_sample(shares, sizes or [np.inf] * len(shares), count)
 
@@ -86,7 +86,7 @@ def test_a_wrong_beginning_is_run_again() -> None:
         return np.stack([np.zeros_like(times), np.zeros_like(times), times])
 
     with (
-        mock.patch.object(blended_dataset, "_LEAST_STRETCH", 7),
+        mock.patch.object(blended_dataset, "_LEAST_CHUNK", 7),
         mock.patch.object(blended_dataset, "_likely_counts", unlikely),
     ):
         found = as_pairs(blend_samples(shares, 200))

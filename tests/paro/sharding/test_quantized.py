@@ -79,7 +79,7 @@ def test_one_group_takes_16_bits_and_says_so(more: str) -> None:
 def test_a_dry_run_counts_the_buffers(strategy: str) -> None:
     bits = ("", "--paro-inter-param-bits 4", EIGHT, f"{EIGHT} {FEEDBACK}")
     plans = [predict_run(quantized_run(f"--paro-strategy {strategy} {more}")) for more in bits]
-    none, of_params, of_grads, with_errors = (plan.config.memory.codes for plan in plans)
+    none, of_params, of_grads, with_errors = (plan.config.memory.quantized for plan in plans)
     updates = [unit.quantized_update for unit in plans[1].training.model.units]
     assert none == 0 < of_grads
     assert of_params == sum(update.quantized.nbytes for update in updates if update is not None)
