@@ -161,9 +161,9 @@ def test_a_long_text_with_a_bad_part_is_left_out_whole(
         path.write_bytes(b"ab\n" * place + b"a\xe9\n" + b"ab\n" * (299 - place))
         (batch,) = read_batches(find_chunks([path]), ["text"], skip_malformed=True)
         assert (batch.advance, batch.unfinished) == (path.stat().st_size, False)
-        message: list[str] = []
-        assert list(texts_of(batch, ["text"], message.append)) == []
-        assert message == [f"{path} is not UTF-8 (byte {3 * place + 2}): convert it first"]
+        notices: list[str] = []
+        assert list(texts_of(batch, ["text"], notices.append)) == []
+        assert notices == [f"{path} is not UTF-8 (byte {3 * place + 2}): convert it first"]
 
 
 @pytest.mark.slow("reads a corpus many times")

@@ -163,8 +163,8 @@ def test_the_fields_of_the_metrics_file_are_all_told_in_order() -> None:
         block for block in re.findall(r"(?:^\|.*\n)+", TEXT, re.M) if "`iteration_time_ms`" in block
     )
     cells = re.findall(r"^\| ([^|]*) \|", table, re.M)
-    message = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
-    assert message == [field.name for field in fields(Metrics)]
+    named = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    assert named == [field.name for field in fields(Metrics)]
 
 
 # The architecture's walks

@@ -215,10 +215,8 @@ def test_what_looks_like_a_command_is_fenced_as_one() -> None:
 @pytest.mark.process
 def test_what_ci_runs_tries_style_and_types_too() -> None:
     assert re.search(r"^make test$", (ROOT / ".ci" / "run").read_text(), re.M)
-    message = subprocess.run(
-        ["make", "--dry-run", "test"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert all(f"-m {tool}" in message.stdout for tool in ("ruff check", "mypy", "pytest"))
+    made = subprocess.run(["make", "--dry-run", "test"], cwd=ROOT, capture_output=True, text=True)
+    assert all(f"-m {tool}" in made.stdout for tool in ("ruff check", "mypy", "pytest"))
 
 
 # Commands that take seconds

@@ -97,8 +97,8 @@ def summary(outcomes: Iterable[Outcome]) -> list[str]:
 def present_commit() -> str:
     """Return the abbreviated commit of the repository, with a + if files have been changed."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=8", "--dirty=+"]
-    message = subprocess.run(command, capture_output=True, text=True, check=False)
-    return message.stdout.strip() or "no commit"
+    described = subprocess.run(command, capture_output=True, text=True, check=False)
+    return described.stdout.strip() or "no commit"
 
 
 # Tests with one of these marks may start processes.

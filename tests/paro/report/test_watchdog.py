@@ -50,13 +50,13 @@ class Stream(io.StringIO):
 
 
 def telling(stream: Any, config: WatchConfig, **settings: Any) -> Watchdog:
-    """One whose standard error is a stream."""
+    """Make a watchdog that writes its stacks into `stream` in place of standard error."""
     with mock.patch.object(sys, "__stderr__", stream):
         return Watchdog(config, **settings)
 
 
 def watchdog(stream: Any, *, dump: float, limit: float = 600.0, rank: int = 0) -> Watchdog:
-    """One that shows stacks after `dump` seconds (0: never) and ends the run after `limit`."""
+    """Make one that shows stacks after `dump` seconds (0: never) and ends the run after `limit`."""
     config = WatchConfig(hang_dump_minutes=dump / 60)
     return telling(stream, config, rank=rank, timeout_minutes=limit / 60)
 

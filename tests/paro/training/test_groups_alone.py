@@ -344,5 +344,5 @@ def test_groups_stop_after_a_step_that_none_has_passed(
         if iteration is not None:
             assert groups[group].reasons(ExitReasons(), iteration).stop_after == 0
     asked = groups[0].reasons(ExitReasons(signalled=True), (counted[0] or 0) + 1)
-    message = groups[1].reasons(ExitReasons(), (counted[1] or start) + 1)
-    assert asked.stop_after == message.stop_after == stop_after
+    other = groups[1].reasons(ExitReasons(), (counted[1] or start) + 1)
+    assert asked.stop_after == other.stop_after == stop_after

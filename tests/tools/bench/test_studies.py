@@ -235,7 +235,7 @@ def errors_of(found: Comparison) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Told:
+class StudyLimits:
     """The results of a study, as stated in docs/planning.md."""
 
     folder: str
@@ -250,34 +250,34 @@ class Told:
 
 
 STUDIES = (
-    Told("steps-25mbit", 0.052, 0.132, 0, 0, 403, 0.034),
-    Told("steps-100mbit", 0.062, 0.152, 9, 5, 349, 0.16),
-    Told("part-25mbit", 0.152, 0.251, 0, 0, 269, 0.033, num_tables=4, memory=0.025),
-    Told("part-100mbit", 0.179, 0.33, 3, 2, 263, 0.105, num_tables=4, memory=0.06),
+    StudyLimits("steps-25mbit", 0.052, 0.132, 0, 0, 403, 0.034),
+    StudyLimits("steps-100mbit", 0.062, 0.152, 9, 5, 349, 0.16),
+    StudyLimits("part-25mbit", 0.152, 0.251, 0, 0, 269, 0.033, num_tables=4, memory=0.025),
+    StudyLimits("part-100mbit", 0.179, 0.33, 3, 2, 263, 0.105, num_tables=4, memory=0.06),
 )
 
 
 @pytest.mark.verify
-@pytest.mark.parametrize("message", STUDIES, ids=lambda message: message.folder)
-def test_recorded_steps_are_predicted(message: Told) -> None:
-    chapters = chapters_of(ROOT / "examples/measured" / message.folder)
+@pytest.mark.parametrize("limits", STUDIES, ids=lambda limits: limits.folder)
+def test_recorded_steps_are_predicted(limits: StudyLimits) -> None:
+    chapters = chapters_of(ROOT / "examples/measured" / limits.folder)
     everything = [row for chapter in chapters for row in chapter.compared.rows]
-    assert all(abs(row.memory_error or 0.0) < message.memory for row in everything)
+    assert all(abs(row.memory_error or 0.0) < limits.memory for row in everything)
     gathered = [c.compared for c in chapters if not c.collective.endswith("rotated")]
-    assert len(gathered) == message.num_tables
+    assert len(gathered) == limits.num_tables
     assert all(len(comparison.rows) == len(legal_letters()) for comparison in gathered)
-    assert all(median(errors_of(comparison)) < message.median_error for comparison in gathered)
-    assert max(max(errors_of(comparison)) for comparison in gathered) < message.worst_error
+    assert all(median(errors_of(comparison)) < limits.median_error for comparison in gathered)
+    assert max(max(errors_of(comparison)) for comparison in gathered) < limits.worst_error
     pairs = [pair for comparison in gathered for pair in comparison.pairs()]
-    assert sum(pair.is_wrong for pair in pairs) <= message.num_wrong
+    assert sum(pair.is_wrong for pair in pairs) <= limits.num_wrong
     clear = [pair for pair in pairs if pair.is_clear]
-    assert sum(pair.is_wrong for pair in clear) <= message.num_clear_wrong
-    assert len(clear) >= message.least_clear
+    assert sum(pair.is_wrong for pair in clear) <= limits.num_clear_wrong
+    assert len(clear) >= limits.least_clear
     ratios = [ratio for comparison in gathered for ratio in comparison.choices]
-    assert max(ratios) < 1 + message.auto
-    if message.folder.startswith("part"):  # docs/finetuning.md: under the largest limit all fit
+    assert max(ratios) < 1 + limits.auto
+    if limits.folder.startswith("part"):  # docs/finetuning.md: under the largest limit all fit
         assert all(chapter.compared.choices[-1] < 1.0325 for chapter in chapters)
-    if message.folder == "steps-25mbit":
+    if limits.folder == "steps-25mbit":
         rotated = [c.compared for c in chapters if c.collective.endswith("rotated")]
         assert len(rotated) == 2
         assert max(max(errors_of(comparison)) for comparison in rotated) < 0.195
