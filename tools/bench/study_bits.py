@@ -22,7 +22,7 @@ from tools.bench.shared.trainings import (
     Losses,
     Variant,
     data_flags,
-    run_missing,
+    run_all,
 )
 from tools.shared.command_line import Parser
 from tools.shared.output import markdown_table
@@ -166,12 +166,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     data = data_flags(args.data)
     check_can_draw(args.plot)
-    finished = run_missing(
-        ("bash", "examples/one_machine.sh", "--nproc-per-node", "4"),
-        {key_of(job): flags_of(job, data) for job in JOBS},
-        args.json,
-        args.folder,
-    )
+    flags = {key_of(job): flags_of(job, data) for job in JOBS}
+    launch = ("bash", "examples/one_machine.sh", "--nproc-per-node", "4")
+    finished = run_all(lambda _: flags, args.folder, file=args.json, launch=launch)
     print(table(finished))
     if args.plot is not None:
         plot(finished, args.plot)

@@ -38,7 +38,7 @@ from tools.bench.recovery import cases
 from tools.bench.recovery.cases import Case
 from tools.bench.recovery.gated import POINTS
 from tools.bench.shared import trainings
-from tools.bench.shared.trainings import Losses, read_finished, run_missing
+from tools.bench.shared.trainings import Finished, Losses, read_finished, run_all
 from tools.bench.study_optimizers import IN_PARTS, LIKE, MUON, ROUNDED, SHORTER, Job
 from tools.bench.study_outer import CASES
 from tools.bench.study_plan import chapters_of
@@ -216,15 +216,22 @@ def trained(name: str, launch: Sequence[str], flags: Sequence[str], folder: Path
 
 
 def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(**flags: list[str]) -> Finished:
+        return run_all(lambda _: flags, tmp_path, at_once=2)
+
+    def run_in_turn(finished: Finished) -> dict[str, list[str]]:
+        return {str(number): ["--a"] for number in range(1, len(finished) + 2) if number < 5}
+
     file = tmp_path / "runs.json"
     monkeypatch.setattr(trainings, "train", trained)
-    assert run_missing((), {"1": ["--a"]}, file, tmp_path)["1"].last == 1.0
+    assert run_all(run_in_turn, tmp_path, at_once=2)["4"].last == 4.0
     with pytest.raises(RunError):
-        run_missing((), {"1": ["--a"], "2": ["--b"], "fails": [], "3": []}, file, tmp_path)
-    assert set(read_finished(file)) == {"1", "2"}, "none begins after a failure"
+        run(**{"4": ["--a"], "5": ["--b"], "fails": [], "6": [], "7": [], "8": []})
+    assert {"4", "5"} <= set(read_finished(file)), "those under way are kept"
+    assert "8" not in read_finished(file), "none begins after a failure"
     monkeypatch.delattr(trainings, "train")
-    assert set(run_missing((), {"1": ["--a"], "2": ["--b"]}, file, tmp_path)) == {"1", "2"}
-    refused(lambda: run_missing((), {"1": ["--c"]}, file, tmp_path), "1 with other flags")
+    assert set(run(**{"4": ["--a"], "5": ["--b"]})) >= {"4", "5"}
+    refused(lambda: run(**{"4": ["--c"]}), "4 with other flags")
     for damaged in ("{", '{"1": {"loss": 1}}', "[]"):
         file.write_text(damaged)
         refused(lambda: read_finished(file), "runs.json")

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -63,66 +63,56 @@ def read_finished(file: Path) -> Finished:
     return finished
 
 
-def run_missing(
-    launch: Sequence[str],
-    flags: Mapping[str, Sequence[str]],
-    file: Path,
+def run_all(
+    flags_for: Callable[[Finished], Mapping[str, Sequence[str]]],
     folder: Path,
     *,
+    file: Path | None = None,
+    launch: Sequence[str] = (sys.executable,),
     at_once: int = 1,
 ) -> Finished:
-    """Run the trainings that the file lacks, `at_once` at a time, and add each to it.
+    """Run the trainings of a study that `file` lacks, `at_once` at a time, and add each to it.
 
-    `launch` with the `flags` of a training starts it. `UserError` if the file holds one of the same
-    name with other flags.
+    `launch` with the flags of a training starts it. `flags_for` returns these by name, the next
+    training first; it is called after each training, and may return more if they depend on results.
+    `file` is runs.json in `folder` by default. `UserError` if it holds a training of the same name
+    with other flags.
     """
+    file = file or folder / "runs.json"
     finished = read_finished(file)
-    for name, words in flags.items():
-        if name in finished and finished[name].flags not in ("", shlex.join(words)):
-            raise UserError(f"{file} holds {name} with other flags: give another file or folder")
-    missing = [name for name in flags if name not in finished]
-    failures: list[RunError] = []
-
-    def work(name: str) -> Losses | None:
-        if failures:
-            return None
-        try:
-            return train(name, launch, flags[name], folder / str(missing.index(name)))
-        except RunError as failure:  # those that are under way are kept
-            failures.append(failure)
-            return None
-
-    pool = ThreadPoolExecutor(at_once)
-    try:
-        working = {pool.submit(work, name): name for name in missing}
-        for number, done in enumerate(as_completed(working), start=1):
-            name, losses = working[done], done.result()
-            if losses is not None:
-                finished[name] = losses
-                kept = {each: asdict(one) for each, one in finished.items()}
+    under_way: dict[Future[Losses], tuple[str, int]] = {}  # with the number of its folder
+    failure: RunError | None = None
+    with ThreadPoolExecutor(at_once) as pool:
+        while True:
+            flags = flags_for(finished)
+            for name, words in flags.items():
+                if name in finished and finished[name].flags not in ("", shlex.join(words)):
+                    text = f"{file} holds {name} with other flags: give another file or folder"
+                    raise UserError(text)
+            busy = dict(under_way.values())
+            missing = [name for name in flags if name not in finished and name not in busy]
+            free = (slot for slot in range(at_once) if slot not in busy.values())
+            for name, slot in zip(missing, free, strict=False) if failure is None else ():
+                job = pool.submit(train, name, launch, flags[name], folder / str(slot))
+                under_way[job] = name, slot
+            if not under_way:
+                break
+            for job in wait(under_way, return_when=FIRST_COMPLETED).done:
+                name, _ = under_way.pop(job)
+                try:
+                    finished[name] = job.result()
+                except RunError as error:  # trainings that are under way are kept
+                    failure = error
+                    continue
+                kept = {each: asdict(losses) for each, losses in finished.items()}
                 write_json(file, kept, is_update=True)
+                losses, to_follow = finished[name], len(flags.keys() - finished.keys())
                 print_line(
-                    f"{number} of {len(missing)}: {name}: {losses.last:.4f} on held-out text, "
-                    f"{losses.seconds:.0f} s"
+                    f"{len(finished)} done, {to_follow} known to follow: {name}: "
+                    f"{losses.last:.4f} on held-out text, {losses.seconds:.0f} s"
                 )
-    finally:
-        pool.shutdown(cancel_futures=True)
-    if failures:
-        raise failures[0]
-    return finished
-
-
-def run_all(
-    flags_for: Callable[[Finished], Mapping[str, Sequence[str]]], folder: Path, *, at_once: int = 1
-) -> Finished:
-    """Run the trainings of a study that runs.json in `folder` lacks, `at_once` at a time.
-
-    `flags_for` returns the script and flags of each, by name: of more if they depend on results.
-    """
-    file = folder / "runs.json"
-    finished = read_finished(file)
-    while not (flags := flags_for(finished)).keys() <= finished.keys():
-        finished = run_missing((sys.executable,), flags, file, folder, at_once=at_once)
+    if failure is not None:
+        raise failure
     return finished
 
 
