@@ -53,6 +53,16 @@ class Control:
             dist.broadcast(sums, group=self.group, group_src=0)
         return [float(value) for value in sums.tolist()]
 
+    def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
+        """Return every rank's `values`, in rank order and fp64; all ranks give equally many."""
+        everyone = torch.tensor([values] * self.world.size, dtype=torch.float64)
+        if self.world.size > 1:
+            mine, is_first = everyone[0].clone(), self.world.rank == 0
+            dist.gather(mine, [*everyone] if is_first else None, group=self.group, group_dst=0)
+            dist.broadcast(everyone, group=self.group, group_src=0)
+        numbers: list[list[float]] = everyone.tolist()
+        return numbers
+
     def barrier(self) -> None:
         if self.world.size > 1:
             self.sum([0.0])

@@ -43,9 +43,9 @@ class GroupsAlone:
         self._training = training
         self._control = training.control
         self._start = start
-        outer, self._is_first = training.optimizer.outer, training.group_control.world.rank == 0
+        outer, is_first = training.optimizer.outer, training.group_control.world.rank == 0
         # The store, on the first rank of each group, and the last step that it counted there.
-        self._store = training.control.store if outer.is_on and self._is_first else None
+        self._store = training.control.store if outer.is_on and is_first else None
         self._counted = 0
         self._stop_after = 0  # the iteration after which all groups stop; 0: none
         self._reasons = ExitReasons()  # of this group's ranks since the run began
@@ -123,23 +123,29 @@ class GroupsAlone:
         self._records.append((record, outer.ended))
         if not due:
             return
-        # One sum over the ranks, with numbers of each step and group, and of a round that ended.
-        mine = np.zeros((len(self._records), 5, outer.num_groups))
-        for rows, (each, ended) in zip(mine, self._records, strict=True):
-            if self._is_first:
-                rows[:4, outer.group] = each.lm_loss, each.grad_norm, each.z_loss or 0, each.skipped
-            rows[4, 0] = 0.0 if ended is None else float(ended.square)
-        sums = np.reshape(self._control.sum(mine.ravel().tolist()), mine.shape)
-        for (each, ended), rows in zip(self._records, sums, strict=True):
-            yield _of_groups(each, ended, rows.tolist())
+        mine = [
+            [each.lm_loss, each.grad_norm, each.z_loss or 0.0, float(each.skipped), square]
+            for each, ended in self._records
+            for square in [0.0 if ended is None else float(ended.square)]
+        ]
+        numbers = self._control.gather_numbers([value for row in mine for value in row])
+        # By rank, step and kind; all but the squares are equal on the ranks of a group.
+        of_ranks = np.reshape(numbers, (-1, *np.shape(mine)))
+        of_groups = of_ranks[:: self._control.world.group_size, :, :-1].transpose(1, 2, 0)
+        squares = of_ranks[:, :, -1].sum(axis=0)
+        for (each, ended), rows, square in zip(self._records, of_groups, squares, strict=True):
+            yield _of_groups(each, ended, rows.tolist(), float(square))
         self._records.clear()
 
 
 def _of_groups(
-    record: IterationRecord, ended: OuterRoundResult | None, rows: Sequence[Sequence[float]]
+    record: IterationRecord,
+    ended: OuterRoundResult | None,
+    rows: Sequence[Sequence[float]],
+    square: float,
 ) -> IterationRecord:
     """Return the record of a step of all groups, and of the round that ended in it."""
-    *measured, skipped, (square, *_) = rows
+    *measured, skipped = rows
     trained = [True] if all(skipped) else [not skips for skips in skipped]
     loss, grad_norm, z_loss = (fmean(compress(of_groups, trained)) for of_groups in measured)
     losses = (math.nan if skips else each for each, skips in zip(rows[0], skipped, strict=True))

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -201,7 +202,7 @@ def test_the_lowest_rank_that_failed_is_named_unless_all_failed_alike() -> None:
 
 
 def sums() -> list[list[list[float]]]:
-    """Sums of all ranks, and of each half of them, by a tree and in a ring."""
+    """Sums of all ranks, and of each half of them, by a tree and in a ring, and their numbers."""
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = Control(World(rank=rank, size=size), torch.device("cpu"))
     halves = [[*range(size // 2)], [*range(size // 2, size)]]
@@ -212,14 +213,19 @@ def sums() -> list[list[list[float]]]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(control, "_MOST_IN_RING", most_in_ring)
             found.append([each.sum([0.1 * rank, 1.0, float(rank)]) for each in (whole, half)])
-    return found
+    gathered = [each.gather_numbers([0.1 * rank, rank]) for each in (whole, half)]
+    return [*found, [list(chain(*numbers)) for numbers in gathered]]
 
 
 @pytest.mark.ranks
 def test_many_ranks_sum_by_a_tree() -> None:
-    by_tree, in_ring = zip(*run_ranks(sums, 4), strict=True)
+    by_tree, in_ring, gathered = zip(*run_ranks(sums, 4), strict=True)
     for rank, (whole, half) in enumerate(by_tree):
         assert whole == [pytest.approx(0.6), 4.0, 6.0]
         assert half[1:] == [2.0, 1.0 if rank < 2 else 5.0]
         assert whole == by_tree[0][0], "ranks have different bits"
     assert in_ring[0][0][1:] == [4.0, 6.0]
+    numbers = [value for rank in range(4) for value in (0.1 * rank, rank)]
+    assert gathered == tuple(
+        [numbers, numbers[:4] if rank < 2 else numbers[4:]] for rank in range(4)
+    )
