@@ -152,7 +152,8 @@ class Block(AdaptedBlock):
         if norm is None:
             how = {"fused": config.fuses_norms, "for_cast": config.fuses_fp8_casts}
             shared = SharedNorm(sources[0], sources[1], config.norm_epsilon, **how)
-            x_BSD, *made = normed_linears(shared, *sources, *weights, fp8=self.fp8, passes_x=True)
+            parts = normed_linears(shared, *sources, *weights, fp8=self.fp8, passes_x=True)
+            x_BSD, made = parts[0], [*parts[1:]]  # torch 2.11 compiles "x, *made" to a tuple
         else:
             shared, x_BSD = norm, sources[0]
             made = [*normed_linears(norm, *sources, *weights, fp8=self.fp8)]

@@ -238,7 +238,11 @@ def forged(path: Path) -> None:
             partial(with_states, lambda states: vars(states[EMBEDDING]).update(chunks=[])),
             "0 of 4096 elements",
         ),
-        (".metadata", partial(with_states, with_a_layer_twice), "damaged ... overlapping chunks"),
+        (
+            ".metadata",
+            partial(with_states, with_a_layer_twice),
+            "damaged ... chunks of ... overlap",
+        ),
         (
             ".metadata",  # a few bytes that name as many layers as no computer can list
             partial(with_states, lambda states: vars(states[FC2]).update(NO_LAYERS)),
