@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from math import prod
+from operator import mul
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -30,22 +31,21 @@ from paro.layout import Shape
 
 
 class _StoredChunk(NamedTuple):
-    """The file and the first byte of a chunk's values, and its shape."""
+    """The file and the first byte of a chunk's values, and its strides in elements."""
 
     path: Path
     begin: int
-    sizes: Shape
+    strides: tuple[int, ...]
 
-    def read(self, item: ReadItem, dim: int, dtype: torch.dtype) -> Tensor:
-        """Read the rows along `dim` that a part of the chunk needs, and return the part."""
-        columns = self.sizes[dim + 1 :]
-        row_bytes = prod(columns) * dtype.itemsize
-        above = item.storage_offsets[0] * self.sizes[1] if dim else 0
-        begin = self.begin + (above + item.storage_offsets[dim]) * row_bytes
-        rows = RegularFile(self.path).read(begin, item.lengths[dim] * row_bytes)
-        values = torch.frombuffer(bytearray(rows), dtype=dtype).view(-1, *columns)
-        offsets = (0, *item.storage_offsets[dim + 1 :])
-        return narrow_tensor_by_index(values, offsets, item.lengths[dim:])
+    def read(self, item: ReadItem, dtype: torch.dtype) -> Tensor:
+        """Read the part of the chunk that an item needs, from its first to its last element."""
+        first = sum(map(mul, item.storage_offsets, self.strides))
+        span = 1 + sum(map(mul, (length - 1 for length in item.lengths), self.strides))
+        begin = self.begin + first * dtype.itemsize
+        content = RegularFile(self.path).read(begin, span * dtype.itemsize)
+        return torch.frombuffer(bytearray(content), dtype=dtype).as_strided(
+            item.lengths, self.strides
+        )
 
 
 class DcpFolder:
@@ -56,11 +56,10 @@ class DcpFolder:
         self.metadata: Metadata = read_metadata(directory, others=True)
         self.states: dict[str, TensorStorageMetadata] = {}
         self._chunks: dict[str, dict[torch.Size, _StoredChunk]] = {}
-        sizes: dict[str, int] = {}
+        files = {info.relative_path for info in self.metadata.storage_data.values()}
+        sizes = {name: RegularFile(directory / name).size for name in files}
         for index, info in self.metadata.storage_data.items():
             name = info.relative_path
-            if name not in sizes:
-                sizes[name] = RegularFile(directory / name).size
             if info.offset + info.length > sizes[name]:
                 raise UserError(
                     f"{directory / name} is truncated: {index.fqn:.99} ends at byte "
@@ -123,7 +122,7 @@ class DcpFolder:
                 raise
             raise UserError(f"{file.path}: {name:.99} is damaged ({describe(error)})") from None
         path = self.directory / info.relative_path
-        return _StoredChunk(path, begins[0], tuple(chunk.sizes))
+        return _StoredChunk(path, begins[0], stored.stride())
 
     def _rows(self, name: str, lead: Shape, start: int, stop: int) -> Tensor:
         state = self.states[name]
@@ -135,36 +134,32 @@ class DcpFolder:
         for item in create_read_items_for_chunk_list(name, state, [region]):
             chunk = self._chunks[name][torch.Size(item.storage_index.offset or ())]
             part = narrow_tensor_by_index(target, item.dest_offsets, item.lengths)
-            part.copy_(chunk.read(item, len(lead), values.dtype).view_as(part))
+            part.copy_(chunk.read(item, values.dtype))
         return values
 
 
 def write_dcp(
-    directory: Path, tensors: Mapping[str, LazyTensor | Sequence[LazyTensor]], blame: str
+    directory: Path, tensors: Mapping[str, Mapping[Shape, LazyTensor]], blame: str
 ) -> dict[str, ChunkSums]:
     """Write tensors in ranges of rows into a folder; return the checksums of its files.
 
-    Several tensors of one name, all of one shape, are stored as one with a dimension in front. An
-    error begins with `blame`.
+    A name has one tensor at the index `()`, or several of one shape at `(0,)`, `(1,)` and so on,
+    which are stored as one with a dimension in front. An error begins with `blame`.
     """
     states: dict[str, ChunkedState] = {}
-    for name, stored in tensors.items():
-        layers = [stored] if isinstance(stored, LazyTensor) else stored
-        is_single = isinstance(stored, LazyTensor)
-        shape = layers[0].shape if is_single else (len(layers), *layers[0].shape)
-        states[name] = ChunkedState(shape=shape, dtype=layers[0].dtype)
-        for layer, tensor in enumerate(layers):
-            lead: Any = () if is_single else (layer,)
+    ranges: dict[tuple[str, Shape], tuple[LazyTensor, int, int]] = {}
+    for name, parts in tensors.items():
+        for index, tensor in parts.items():
+            shape, columns = (*(len(parts) for _ in index), *tensor.shape), tensor.shape[1:]
+            state = states.setdefault(name, ChunkedState(shape=shape, dtype=tensor.dtype))
             for start, stop in tensor.row_ranges():
-                sizes = (*(1 for _ in lead), stop - start, *tensor.shape[1:])
-                chunk = torch.empty(sizes, dtype=tensor.dtype, device="meta")
-                states[name].chunks[(*lead, start, *(0 for _ in tensor.shape[1:]))] = chunk
+                offsets = (*index, start, *(0 for _ in columns))
+                sizes = (*(1 for _ in index), stop - start, *columns)
+                state.chunks[offsets] = torch.empty(sizes, dtype=tensor.dtype, device="meta")
+                ranges[name, offsets] = tensor, start, stop
 
     def read(name: str, offsets: Shape, chunk: Tensor) -> Tensor:
-        stored = tensors[name]
-        if isinstance(stored, LazyTensor):
-            return stored.rows(offsets[0], offsets[0] + len(chunk))
-        start, stop = offsets[1], offsets[1] + chunk.shape[1]
-        return stored[offsets[0]].rows(start, stop).unsqueeze(0)
+        tensor, start, stop = ranges[name, offsets]
+        return tensor.rows(start, stop).view(chunk.shape)
 
     return write_files(directory, states, one_process(), blame, read=read)

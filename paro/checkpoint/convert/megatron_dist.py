@@ -24,6 +24,7 @@ from paro.errors import UserError
 from paro.files.object_cache import MAX_BYTES
 from paro.files.regular_file import RegularFile
 from paro.files.schema import read_json
+from paro.layout import Shape
 
 COMMON = "common.pt"
 _COMMON_STATE = "common_state/shard_0_1"
@@ -112,13 +113,11 @@ def _tensors_in(folder: DcpFolder, prefix: str = "") -> dict[str, LazyTensor]:
 def write_dist(directory: Path, common: Mapping[str, Any], whole: Mapping[str, LazyTensor]) -> None:
     """Fill an empty folder with a checkpoint of the whole model, whose layers are stacked."""
     torch.save(dict(common), directory / COMMON)
-    tensors: dict[str, LazyTensor | list[LazyTensor]] = {}
+    tensors: dict[str, dict[Shape, LazyTensor]] = {}
     for name, tensor in whole.items():
-        stacked = NUMBERED.sub(r"\1", name)
-        if stacked == name:
-            tensors[name] = tensor
-        else:
-            tensors.setdefault(stacked, []).append(tensor)  # type: ignore[union-attr]
+        layer = NUMBERED.search(name)
+        index = () if layer is None else (int(layer[2]),)
+        tensors.setdefault(NUMBERED.sub(r"\1", name), {})[index] = tensor
     write_dcp(directory, tensors, f"--output {directory}")
     _add_extra_states(directory, common["args"].num_layers)
     write_json(directory / BACKENDS, _WRITTEN)

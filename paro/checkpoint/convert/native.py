@@ -34,6 +34,7 @@ from paro.checkpoint.manifest import Manifest, read_manifest
 from paro.checkpoint.storage import CheckedReader
 from paro.errors import UserError, about
 from paro.files.schema import conform
+from paro.layout import Shape
 from paro.spec.states import EMA, MOMENTS, PARAM
 
 # Fields of common.json that say how far a run has come.
@@ -207,8 +208,8 @@ def _write(
     states: Mapping[str, Mapping[str, LazyTensor]], root: Path, final: Path, common: dict[str, Any]
 ) -> None:
     """Write states by their kind as the latest iteration of a folder, later renamed to `final`."""
-    named = {
-        f"{kind}.{name}": tensor
+    named: dict[str, dict[Shape, LazyTensor]] = {
+        f"{kind}.{name}": {(): tensor}
         for kind, tensors in states.items()
         for name, tensor in tensors.items()
     }

@@ -28,6 +28,7 @@ from paro.checkpoint.convert.tensor_files import WEIGHT_TYPES
 from paro.checkpoint.directory import COMMON
 from paro.checkpoint.manifest import FOREIGN, METADATA
 from paro.errors import UserError, flag_of
+from paro.layout import Shape
 
 _FUSABLE = "attention.qkv_linear."  # module of version 0.3 that has the projections of attention
 _NAMES = OLDER_NAMES | {
@@ -110,7 +111,9 @@ def write_torchtitan(source: ModelSource, directory: Path, *, older: bool) -> li
         if name.endswith(TURNED):
             tensors[name] = turned(tensor, config.kv_channels, to_pairs=True)
     names = OLDER_NAMES if older else _NAMES
-    named = {name_in(names, name): tensor for name, tensor in tensors.items()}
+    named: dict[str, dict[Shape, LazyTensor]] = {
+        name_in(names, n): {(): t} for n, t in tensors.items()
+    }
     write_dcp(directory, named, f"--output {directory}")
     return notes
 
