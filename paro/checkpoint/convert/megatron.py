@@ -26,7 +26,7 @@ from paro.checkpoint.convert.megatron_names import (
     unfused,
     written_args,
 )
-from paro.checkpoint.convert.megatron_optim import with_optimizer, written_optimizer
+from paro.checkpoint.convert.megatron_optim import PREFIX, written_optimizer
 from paro.checkpoint.convert.source import (
     LazyTensor,
     ModelSource,
@@ -70,19 +70,27 @@ def open_megatron(root: Path, *, optimizer: bool = False) -> ModelSource:
     else:
         model = _open_torch(directory)
     config, vocab_size = config_of(model)
+    rows = config.vocab_size if optimizer else vocab_size  # rows of padding have trained
+    tensors = unfused(config, model.tensors, model.path)
+    for name, tensor in tensors.items() if optimizer else ():
+        if tensor.dtype is not torch.float32:
+            raise UserError(f"--with-optimizer: {model.path} has no fp32 master of {name}")
     companions = companions_in(root / COMPANIONS)
     # A tokenizer.model alone is from a folder of Meta's, whose texts begin with BOS.
     begins = {*companions} == {"tokenizer.model"} or begins_with_bos(companions)
-    notes = () if companions else (f"{root} has no tokenizer: prompts are token ids",)
-    source = ModelSource(
-        config=replace(config, vocab_size=vocab_size),
-        tensors=with_vocabulary(unfused(config, model), vocab_size),
+    return ModelSource(
+        config=replace(config, vocab_size=rows),
+        tensors=with_vocabulary(tensors, rows),
         companions=companions,
         tokenizer=tokenizer_of(companions, begins=begins),
         begins_with_bos=begins,
-        notes=notes,
+        notes=() if companions else (f"{root} has no tokenizer: prompts are token ids",),
+        moments={
+            kind: unfused(config, moments, model.path, f"{PREFIX}{kind}.")
+            for kind, moments in model.moments.items()
+        },
+        progress=model.progress,
     )
-    return with_optimizer(source, config, model) if optimizer else source
 
 
 def write_megatron(

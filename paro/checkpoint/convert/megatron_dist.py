@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from paro.checkpoint.convert.dcp_files import DcpFolder, write_dcp
 from paro.checkpoint.convert.megatron_names import NUMBERED, MegatronModel, args_in
-from paro.checkpoint.convert.megatron_optim import KINDS, PREFIX
+from paro.checkpoint.convert.megatron_optim import MASTERS, PREFIX, progress_of
 from paro.checkpoint.convert.source import LazyTensor, joined, write_json
 from paro.checkpoint.convert.tensor_files import WEIGHT_TYPES, load_torch_file
 from paro.checkpoint.manifest import FOREIGN as BACKENDS
@@ -25,6 +25,7 @@ from paro.files.object_cache import MAX_BYTES
 from paro.files.regular_file import RegularFile
 from paro.files.schema import read_json
 from paro.layout import Shape
+from paro.spec.states import MOMENTS
 
 COMMON = "common.pt"
 _COMMON_STATE = "common_state/shard_0_1"
@@ -64,13 +65,14 @@ def open_dist(directory: Path, *, optimizer: bool = False) -> MegatronModel:
         )
     folder = DcpFolder(directory)
     path, common = _common_of(directory, folder)
-    return MegatronModel(
-        path=path,
-        args=args_in(common, path),
-        tensors=_tensors_in(folder),
-        common=common,
-        states={kind: _tensors_in(folder, f"{PREFIX}{kind}.") for kind in KINDS if optimizer},
-    )
+    args, tensors = args_in(common, path), _tensors_in(folder)
+    if not optimizer:
+        return MegatronModel(path=path, args=args, tensors=tensors)
+    progress = progress_of(common, args, path)
+    for kind in MASTERS:
+        tensors |= _tensors_in(folder, f"{PREFIX}{kind}.")
+    moments = {kind: _tensors_in(folder, f"{PREFIX}{kind}.") for kind in MOMENTS}
+    return MegatronModel(path=path, args=args, tensors=tensors, moments=moments, progress=progress)
 
 
 def _common_of(directory: Path, folder: DcpFolder) -> tuple[Path, Any]:

@@ -113,10 +113,10 @@ class MegatronModel:
 
     path: Path
     args: MegatronArgs
-    tensors: Mapping[str, LazyTensor]
-    common: Mapping[str, Any] = field(default_factory=dict)  # all that the file has
-    # States of the optimizer by their kind and Megatron's names, if they were asked for.
-    states: Mapping[str, Mapping[str, LazyTensor]] = field(default_factory=dict)
+    tensors: Mapping[str, LazyTensor]  # with the optimizer its masters
+    # The optimizer's moments by their kind and Megatron's names, and a run's progress.
+    moments: Mapping[str, Mapping[str, LazyTensor]] = field(default_factory=dict)
+    progress: Mapping[str, Any] = field(default_factory=dict)
 
 
 def megatron_name(name: str) -> str:
@@ -168,28 +168,28 @@ def config_of(model: MegatronModel) -> tuple[LlamaConfig, int]:
     return config, min(vocab_size, config.vocab_size)
 
 
-def unfused(config: LlamaConfig, model: MegatronModel, prefix: str = "") -> dict[str, LazyTensor]:
-    """Return the parameters, as rows of Megatron's tensors.
+def unfused(
+    config: LlamaConfig, tensors: Mapping[str, LazyTensor], path: Path, prefix: str = ""
+) -> dict[str, LazyTensor]:
+    """Return the parameters, as rows of Megatron's tensors in the file `path`.
 
     `UserError` for a tensor that is missing or of another shape, or that the model does not have,
     such as a bias or one more layer. Names of tensors begin with `prefix` in the file.
     """
     shapes, names = _fused_shapes(config), [*parameter_shapes(config)]
     of_norms = {name_in(_WITHOUT_TRANSFORMER_ENGINE, name): megatron_name(name) for name in names}
-    stored = {of_norms.get(name, name): tensor for name, tensor in model.tensors.items()}
+    stored = {of_norms.get(name, name): tensor for name, tensor in tensors.items()}
     known = {*shapes, megatron_name("head.weight")}  # the last stage has a copy of a tied one
-    others = [name for name in stored if name not in known]
-    if others:
+    if others := [name for name in stored if name not in known]:
         raise UserError(
-            f"{model.path}: the model has {others[0]:.99}, and by its arguments it has no such "
-            "tensor: it is of another architecture"
+            f"{path}: the model has {others[0]:.99}, and by its arguments it has no such tensor: "
+            "it is of another architecture"
         )
-    whole = checked_tensors(shapes, stored, model.path, f"{prefix}{{}}".format)
-    tensors = {}
-    for name in names:
-        tensor = whole[megatron_name(name)]
-        tensors[name] = picked(tensor, _rows_of(config, name, tensor.shape[0]))
-    return tensors
+    whole = checked_tensors(shapes, stored, path, f"{prefix}{{}}".format)
+    return {
+        name: picked(whole[theirs], _rows_of(config, name, shapes[theirs][0]))
+        for name, theirs in zip(names, map(megatron_name, names), strict=True)
+    }
 
 
 def fused(config: LlamaConfig, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:

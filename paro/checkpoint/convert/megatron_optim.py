@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from model.config import LlamaConfig
-from paro.checkpoint.convert.megatron_names import MegatronModel, fused, unfused
+from paro.checkpoint.convert.megatron_names import MegatronArgs, fused
 from paro.checkpoint.convert.source import LazyTensor, ModelSource, with_vocabulary
 from paro.errors import UserError
-from paro.spec.states import MOMENTS
 
 PREFIX = "optimizer.state."
 MASTERS = ("fp32_param", "param")  # of an optimizer without and with sharding over replicas
-KINDS = (*MASTERS, *MOMENTS)
 _SCHEDULE = {  # fields of Megatron-LM's scheduler: those of a run here
     "max_lr": "lr",
     "min_lr": "min_lr",
@@ -35,35 +32,6 @@ _FORM_DETAILS = {
     "chained_optim_avoid_prefix": True,
 }
 FORM = "fully_reshardable"  # the form in which states are whole tensors like the parameters
-
-
-def with_optimizer(source: ModelSource, config: LlamaConfig, model: MegatronModel) -> ModelSource:
-    """Return a source with masters for parameters, with moments, and with a run's progress.
-
-    `config` has the padded vocabulary, whose rows stay: they have trained. `UserError` if the
-    states are in another form than whole tensors, or not all there.
-    """
-    optimizer = model.common.get("optimizer")
-    if not isinstance(optimizer, dict):
-        raise UserError(f"--with-optimizer: {model.path} has no optimizer: leave the flag out")
-    form = str(optimizer.get("param_state_sharding_type", FORM))
-    if form != FORM:
-        raise UserError(
-            f"--with-optimizer: the optimizer of {model.path} is in the form {form:.40}, which "
-            "depends on its ranks: save it with --dist-ckpt-optim-fully-reshardable"
-        )
-    progress = _progress(model, optimizer)
-    of_optimizer = {n: t for kind in MASTERS for n, t in model.states[kind].items()}
-    masters = {**model.tensors, **of_optimizer}
-    tensors = unfused(config, replace(model, tensors=masters))
-    for name, tensor in tensors.items():
-        if tensor.dtype is not torch.float32:
-            raise UserError(f"--with-optimizer: {model.path} has no fp32 master of {name}")
-    moments = {
-        kind: unfused(config, replace(model, tensors=model.states[kind]), f"{PREFIX}{kind}.")
-        for kind in MOMENTS
-    }
-    return replace(source, config=config, tensors=tensors, moments=moments, progress=progress)
 
 
 def written_optimizer(
@@ -99,8 +67,20 @@ def written_optimizer(
     return common, tensors
 
 
-def _progress(model: MegatronModel, optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of common.json from which a run continues."""
+def progress_of(common: Mapping[str, Any], args: MegatronArgs, path: Path) -> dict[str, Any]:
+    """Return the fields of common.json from which a run continues, by the content of a file.
+
+    `UserError` without an optimizer, or if its states are in another form than whole tensors.
+    """
+    optimizer = common.get("optimizer")
+    if not isinstance(optimizer, dict):
+        raise UserError(f"--with-optimizer: {path} has no optimizer: leave the flag out")
+    form = str(optimizer.get("param_state_sharding_type", FORM))
+    if form != FORM:
+        raise UserError(
+            f"--with-optimizer: the optimizer of {path} is in the form {form:.40}, which "
+            "depends on its ranks: save it with --dist-ckpt-optim-fully-reshardable"
+        )
     inner = _dict(optimizer.get("optimizer", optimizer))
     given_groups = inner.get("param_groups")
     groups = given_groups if isinstance(given_groups, list) else []
@@ -108,18 +88,18 @@ def _progress(model: MegatronModel, optimizer: Mapping[str, Any]) -> dict[str, A
     steps.append(_count(_dict(inner.get("state")).get("common_step")))
     num_steps = max((step for step in steps if step is not None), default=None)
     if num_steps is None:
-        raise UserError(f"--with-optimizer: the optimizer of {model.path} has no step")
-    args: Mapping[str, Any] = {**model.args}
-    consumed = _count(args.get("consumed_train_samples")) or 0
-    scheduler = _dict(model.common.get("opt_param_scheduler"))
-    batch_size = _count(args.get("global_batch_size"))
+        raise UserError(f"--with-optimizer: the optimizer of {path} has no step")
+    flags: Mapping[str, Any] = {**args}
+    consumed = _count(flags.get("consumed_train_samples")) or 0
+    scheduler = _dict(common.get("opt_param_scheduler"))
+    batch_size = _count(flags.get("global_batch_size"))
     return {
         "num_optimizer_steps": num_steps,
         "state": {
             "loss_scale": {"scale": 1.0, "growth_tracker": 0, "hysteresis_tracker": 0},
-            "iteration": _count(model.common.get("iteration")) or 0,
+            "iteration": _count(common.get("iteration")) or 0,
             "consumed_train_samples": consumed,
-            "consumed_valid_samples": _count(args.get("consumed_valid_samples")) or 0,
+            "consumed_valid_samples": _count(flags.get("consumed_valid_samples")) or 0,
             "scheduled_samples": _count(scheduler.get("num_steps")) or consumed,
         },
         "dynamic_loss_scale": False,  # with fp16 the scale begins anew
