@@ -1,13 +1,14 @@
 """Writes the Hugging Face folder of a run in parallel, by ranks that each hold a part of it."""
 
 # Each rank writes its chunks at their places in files that the first rank has made at full length.
-# With pwrite, not through a mapping: nodes would write back each other's parts of a page.
+# Not through a mapping: nodes would write back each other's parts of a page.
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from itertools import cycle
 from pathlib import Path
 
 from torch import Tensor
@@ -81,22 +82,21 @@ def write_parts(
     Ranks take turns to write the chunks of tensors that no rank holds.
     """
     held = {hugging_face_name(name.removeprefix(f"{PARAM}.")): states[name] for name in states}
-    written = turn = 0
+    turns, written = cycle(range(world.size)), 0
     for file, tensors in plan.files.items():
         _, places = safetensors_plan(tensors)
-        with (directory / file).open("r+b", buffering=0) as out:
+        with (directory / file).open("r+b") as out:
             for name, tensor in tensors.items():
                 if name in held:
                     chunks = iter(held[name].chunks.items())
                 else:
-                    ranges = [*enumerate(tensor.row_ranges(), turn)]
-                    turn += len(ranges)
-                    mine = (rows for index, rows in ranges if index % world.size == world.rank)
+                    mine = (r for r in tensor.row_ranges() if next(turns) == world.rank)
                     chunks = (((rows[0],), tensor.rows(*rows)) for rows in mine)
                 for offsets, values in chunks:
                     for at, content in _runs(tensor, offsets, values):
-                        _write_at(out.fileno(), content, places[name] + at)
-                        written += len(content)
+                        out.seek(places[name] + at)
+                        written += out.write(content)
+            out.flush()
             os.fsync(out.fileno())  # a server's full disk is reported here
     return written
 
@@ -114,9 +114,3 @@ def _runs(tensor: LazyTensor, offsets: Shape, values: Tensor) -> Iterator[tuple[
     else:
         for index, part in enumerate(values, offsets[0]):
             yield index * row + offsets[1] * size, bytes_of(part)
-
-
-def _write_at(file: int, content: memoryview, offset: int) -> None:
-    while len(content) > 0:
-        count = os.pwrite(file, content, offset)
-        content, offset = content[count:], offset + count

@@ -24,6 +24,7 @@ from paro.checkpoint.convert import by_ranks, hugging_face
 from paro.checkpoint.convert.by_ranks import make_files, write_by_ranks, write_parts
 from paro.checkpoint.convert.hugging_face import HuggingFacePlan, write_hugging_face
 from paro.checkpoint.convert.source import LazyTensor, ModelSource, lazy, with_vocabulary
+from paro.checkpoint.convert.tensor_files import bytes_of
 from paro.distributed.world import World
 from paro.errors import StorageError
 from tests.helpers.refusals import refused
@@ -123,18 +124,18 @@ def write_alone(folder: Path) -> None:
 
 def interrupted(folder: Path, failure: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writes the folder, alone, until the tenth write fails; nothing looks complete before."""
-    calls, write = 0, os.pwrite
+    calls = 0
 
-    def pwrite(file: int, content: memoryview, place: int) -> int:
+    def content_of(values: Tensor) -> memoryview:
         nonlocal calls
         calls += 1
         assert not (folder / "hf").exists()
         assert not [*folder.rglob("config.json"), *folder.rglob("*.index.json")]
         if calls == 10:
             raise failure
-        return write(file, content[:7], place)
+        return bytes_of(values)
 
-    monkeypatch.setattr(by_ranks.os, "pwrite", pwrite)
+    monkeypatch.setattr(by_ranks, "bytes_of", content_of)
     write_alone(folder / "hf")
 
 
