@@ -51,10 +51,6 @@ _AROUND = {"model", "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_
 _BUFFER = "rotary_emb.inv_freq"  # buffer that older versions stored; it follows from RoPE fields
 
 
-class _Index(TypedDict):
-    weight_map: dict[str, str]
-
-
 class _Begins(TypedDict, total=False):
     add_bos_token: bool | None
     bos_token: str | dict[str, Any] | None
@@ -65,10 +61,6 @@ class _Step(TypedDict, total=False):
 
     single: list[dict[str, Any]]
     processors: list[_Step]
-
-
-class _Steps(TypedDict, total=False):
-    post_processor: _Step | None
 
 
 def is_hugging_face(directory: Path) -> bool:
@@ -180,7 +172,8 @@ def _stored_tensors(directory: Path) -> dict[str, LazyTensor]:
             f"{directory} has neither {WEIGHTS} nor {INDEX}: other files of weights may hold "
             "programs; have transformers save it with safe_serialization"
         )
-    places: dict[str, str] = read_json(directory / INDEX, _Index)["weight_map"]
+    index = read_json(directory / INDEX, dict[str, Any])
+    places = conform(index.get("weight_map"), dict[str, str], f"{directory / INDEX}: weight_map")
     if any(Path(file).name != file for file in places.values()):
         raise UserError(f"{directory / INDEX} is damaged (it names files elsewhere)")
     files = {file: open_safetensors(directory / file) for file in sorted({*places.values()})}
@@ -255,7 +248,9 @@ def _adds_tokens(companions: Mapping[str, Path]) -> bool:
 def begins_with_bos(companions: Mapping[str, Path]) -> bool:
     """Return whether transformers puts a BOS token before every text."""
     if "tokenizer.json" in companions:  # it alone decides, whatever add_bos_token says
-        step = read_json(companions["tokenizer.json"], _Steps).get("post_processor") or {}
+        path = companions["tokenizer.json"]
+        fields = read_json(path, dict[str, Any])
+        step = conform(fields.get("post_processor"), _Step | None, f"{path}: post_processor") or {}
         steps = step.get("processors", [step])
         firsts = [part["single"][0] for part in steps if part.get("single")]
         return any("SpecialToken" in first for first in firsts)
