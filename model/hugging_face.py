@@ -92,19 +92,22 @@ _SIZES = {
     "num_attention_heads": "num_attention_heads",
     "vocab_size": "vocab_size",
 }
-_ROPE_SCALING = {
-    "rope_scaling_factor": "factor",
-    "rope_scaling_original_max_position_embeddings": "original_max_position_embeddings",
-    "rope_scaling_low_freq_factor": "low_freq_factor",
-    "rope_scaling_high_freq_factor": "high_freq_factor",
-}
-
-_YARN = {
-    "yarn_rotary_scaling_factor": "factor",
-    "yarn_original_max_position_embeddings": "original_max_position_embeddings",
-    "yarn_beta_fast": "beta_fast",
-    "yarn_beta_slow": "beta_slow",
-    "yarn_correction_range_round_to_int": "truncate",
+# Fields of scaled positions, here and in transformers, by the rope_type.
+_SCALED = {
+    "linear": {"rotary_seq_len_interpolation_factor": "factor"},
+    "llama3": {
+        "rope_scaling_factor": "factor",
+        "rope_scaling_original_max_position_embeddings": "original_max_position_embeddings",
+        "rope_scaling_low_freq_factor": "low_freq_factor",
+        "rope_scaling_high_freq_factor": "high_freq_factor",
+    },
+    "yarn": {
+        "yarn_rotary_scaling_factor": "factor",
+        "yarn_original_max_position_embeddings": "original_max_position_embeddings",
+        "yarn_beta_fast": "beta_fast",
+        "yarn_beta_slow": "beta_slow",
+        "yarn_correction_range_round_to_int": "truncate",
+    },
 }
 
 # What transformers can scale positions by; with factor 1 none of them does.
@@ -112,40 +115,23 @@ _SCALINGS = ("linear", "dynamic", "yarn", "longrope", "proportional", "llama3")
 
 
 class _Rope(TypedDict, total=False):
+    """Fields of all rope_types."""
+
     rope_theta: float
     rope_type: str
     type: str
     factor: float | None
-    attention_factor: float | None  # yarn and longrope: factor on queries and keys
-    short_factor: list[float] | None  # longrope: a factor for each pair of channels
-    long_factor: list[float] | None
-
-
-class _Interpolation(TypedDict):
-    """The field of rope_type linear."""
-
-    factor: float
-
-
-class _Scaling(_Interpolation):
-    """The fields of rope_type llama3."""
-
-    original_max_position_embeddings: int
+    original_max_position_embeddings: Positive
     low_freq_factor: float
     high_freq_factor: float
-
-
-class _Yarn(TypedDict):
-    """The fields of rope_type yarn."""
-
-    factor: NotRequired[float | None]
-    original_max_position_embeddings: Positive
-    attention_factor: NotRequired[float | None]
-    mscale: NotRequired[float | None]
-    mscale_all_dim: NotRequired[float | None]
-    beta_fast: NotRequired[float | None]
-    beta_slow: NotRequired[float | None]
-    truncate: NotRequired[bool]
+    attention_factor: float | None  # yarn and longrope: factor on queries and keys
+    mscale: float | None
+    mscale_all_dim: float | None
+    beta_fast: float | None
+    beta_slow: float | None
+    truncate: bool
+    short_factor: list[float] | None  # longrope: a factor for each pair of channels
+    long_factor: list[float] | None
 
 
 class _Fields(TypedDict):
@@ -154,19 +140,19 @@ class _Fields(TypedDict):
     num_hidden_layers: int
     hidden_size: int
     intermediate_size: int
-    num_attention_heads: int
+    num_attention_heads: Positive
     vocab_size: int
     num_key_value_heads: NotRequired[int | None]
     head_dim: NotRequired[int | None]
     rms_norm_eps: NotRequired[float]
-    max_position_embeddings: NotRequired[int]
+    max_position_embeddings: NotRequired[Positive]
     initializer_range: NotRequired[float]
     attention_bias: NotRequired[bool]
     tie_word_embeddings: NotRequired[bool]
     rope_theta: NotRequired[float]
     rope_parameters: NotRequired[_Rope | None]
     rope_scaling: NotRequired[_Rope | None]
-    original_max_position_embeddings: NotRequired[int]
+    original_max_position_embeddings: NotRequired[Positive]
     layer_types: NotRequired[list[str] | None]
 
 
@@ -190,20 +176,21 @@ def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:
     if family.has_attention_bias:
         says["attention_bias"] = config.add_qkv_bias
     rope: dict[str, Any] = {}
-    if config.use_rope_scaling:
-        rope["rope_type"] = "llama3"
-        rope |= {theirs: getattr(config, ours) for ours, theirs in _ROPE_SCALING.items()}
-    if config.position_embedding_type == "yarn":
-        rope["rope_type"] = "yarn"
-        rope |= {theirs: getattr(config, ours) for ours, theirs in _YARN.items()}
-        rope["attention_factor"] = config.rotary_scale
-    if config.rotary_seq_len_interpolation_factor != 1.0:
-        if rope:
+    for kind, is_used in (
+        ("llama3", config.use_rope_scaling),
+        ("yarn", config.position_embedding_type == "yarn"),
+        ("linear", config.rotary_seq_len_interpolation_factor != 1.0),
+    ):
+        if is_used and rope:
             raise UserError(
                 f"transformers has no model with both rope_type {rope['rope_type']} and "
                 "--rotary-seq-len-interpolation-factor: it cannot be written for it"
             )
-        rope = {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
+        if is_used:
+            scaled = {theirs: getattr(config, ours) for ours, theirs in _SCALED[kind].items()}
+            rope = {"rope_type": kind, **scaled}
+    if config.position_embedding_type == "yarn":
+        rope["attention_factor"] = config.rotary_scale
     return {
         "architectures": [f"{model_type.capitalize()}ForCausalLM"],
         "model_type": model_type,
@@ -295,10 +282,7 @@ def _rope(fields: Mapping[str, Any], rope: Mapping[str, Any], longest: int) -> d
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default" or (kind in _SCALINGS and _scales_nothing(rope)):
         return rope_fields
-    if kind == "linear":
-        factor = conform(dict(rope), _Interpolation, "")["factor"]
-        return rope_fields | {"rotary_seq_len_interpolation_factor": factor}
-    if kind not in ("llama3", "yarn"):
+    if kind not in _SCALED:
         raise UserError(
             f"rope_type is {kind!r} there and has to be default, linear, llama3 or yarn, or its "
             "factor 1 (scaled positions)"
@@ -309,18 +293,20 @@ def _rope(fields: Mapping[str, Any], rope: Mapping[str, Any], longest: int) -> d
         stretched[original] = fields[original]
     if kind == "yarn":
         return rope_fields | _yarn_fields(stretched, longest)
-    scaling = conform(stretched, _Scaling, "")
-    factors = {ours: scaling[theirs] for ours, theirs in _ROPE_SCALING.items()}
-    return rope_fields | {"use_rope_scaling": True, **factors}
+    for name in _SCALED[kind].values():
+        if stretched.get(name) is None:
+            raise UserError(f"{name}: is missing")
+    factors = {ours: stretched[theirs] for ours, theirs in _SCALED[kind].items()}
+    return rope_fields | {"use_rope_scaling": kind == "llama3", **factors}
 
 
-def _yarn_fields(rope: dict[str, Any], longest: int) -> dict[str, Any]:
+def _yarn_fields(scaling: dict[str, Any], longest: int) -> dict[str, Any]:
     """Return the RoPE fields of YaRN, with transformers' defaults for null or missing ones."""
-    scaling: _Yarn = conform(rope, _Yarn, "")
     factor = scaling.get("factor")
     if factor is None:
         factor = scaling["factor"] = longest / scaling["original_max_position_embeddings"]
-    yarn = {ours: value for ours, name in _YARN.items() if (value := scaling.get(name)) is not None}
+    given = {ours: scaling.get(theirs) for ours, theirs in _SCALED["yarn"].items()}
+    yarn = {ours: value for ours, value in given.items() if value is not None}
     scale, log = scaling.get("attention_factor"), 0.1 * math.log(max(1.0, factor))
     mscales = scaling.get("mscale"), scaling.get("mscale_all_dim")
     if scale is None and all(mscales):
