@@ -13,7 +13,14 @@ from torch import Tensor
 from model.config import LLAMA_PRESETS, LlamaConfig
 from model.units import cut_dims, name_in, parameter_shapes
 from paro.checkpoint.convert.hugging_face import tokenizer_of
-from paro.checkpoint.convert.source import LazyTensor, ModelSource, checked_tensors, joined, lazy
+from paro.checkpoint.convert.source import (
+    LazyTensor,
+    ModelSource,
+    checked_tensors,
+    joined,
+    lazy,
+    picked,
+)
 from paro.checkpoint.convert.tensor_files import is_weight, load_torch_file
 from paro.errors import UserError, about
 from paro.files.regular_file import paths_in, read_bytes
@@ -35,9 +42,12 @@ NAMES = {
     "blocks.*.w_up": "layers.*.feed_forward.w3.weight",
     "blocks.*.w_down": "layers.*.feed_forward.w2.weight",
 }
-TURNED = ("wq", "wk")  # weights of a block whose rows are in the order of RoPE's channels
 # Tensors that sizes are read from.
-_MEASURED = ("layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight")
+_MEASURED = (
+    "tok_embeddings.weight",
+    "layers.0.attention.wq.weight",
+    "layers.0.feed_forward.w1.weight",
+)
 
 
 class _Params(TypedDict):
@@ -70,11 +80,14 @@ def open_meta(directory: Path) -> ModelSource:
     shards: list[Mapping[str, Tensor]] = [_tensors_in(path) for path in _files(directory)]
     config = _config(directory, params, shards)
     shapes, dims = parameter_shapes(config), cut_dims(config)
+    if shards[0][_MEASURED[0]].shape[1] != config.hidden_size:
+        dims["embedding.weight"] = 1
     tensors = {
-        name: _whole(config, name, dims.get(name), [shard[meta_name(name)] for shard in shards])
+        name: joined([lazy(shard[meta_name(name)]) for shard in shards], dims.get(name))
         for name in shapes
         if all(meta_name(name) in shard for shard in shards)
     }
+    tensors = checked_tensors(shapes, tensors, directory, meta_name)
     model = directory / "tokenizer.model"
     companions = {model.name: model} if model.is_file() else {}
     notes = [f"{directory} has no generation config: none is written"]
@@ -86,7 +99,7 @@ def open_meta(directory: Path) -> ModelSource:
         notes.append(f"{model} is left out: give tokenizer.json of the Hugging Face model instead")
     return ModelSource(
         config=config,
-        tensors=checked_tensors(shapes, tensors, directory, meta_name),
+        tensors=turned(tensors, config.kv_channels),
         companions=companions,
         tokenizer=tokenizer,
         begins_with_bos=True,
@@ -94,21 +107,21 @@ def open_meta(directory: Path) -> ModelSource:
     )
 
 
-def turned(weight: LazyTensor, head: int, *, to_pairs: bool = False) -> LazyTensor:
-    """Return a weight with each head's rows permuted, of `head` channels that RoPE rotates.
+def turned(
+    tensors: Mapping[str, LazyTensor], head: int, *, to_pairs: bool = False
+) -> dict[str, LazyTensor]:
+    """Return parameters, of queries and keys with the rows of each head permuted.
 
-    From an order for RoPE on channels (2i, 2i + 1) to one for RoPE on channels (i, i + H/2), or
-    back with `to_pairs`.
+    From an order for RoPE on channels (2i, 2i + 1) of `head` channels to one for RoPE on channels
+    (i, i + H/2), or back with `to_pairs`.
     """
     order = torch.arange(head).view(-1, 2).t().flatten()
     order = order.argsort() if to_pairs else order
-
-    def rows(start: int, stop: int) -> Tensor:
-        low, high = start // head * head, -(-stop // head) * head  # whole heads
-        heads = weight.rows(low, high).unflatten(0, (-1, head))
-        return heads[:, order].flatten(0, 1)[start - low : stop - low]
-
-    return replace(weight, rows=rows)
+    changed = dict(tensors)
+    for name in (name for name in tensors if name.endswith(("wq", "wk"))):
+        heads = torch.arange(tensors[name].shape[0]).view(-1, head)
+        changed[name] = picked(tensors[name], heads[:, order].flatten())
+    return changed
 
 
 def _files(directory: Path) -> list[Path]:
@@ -125,18 +138,10 @@ def _tensors_in(path: Path) -> dict[str, Tensor]:
     content = load_torch_file(path)
     entries = content.items() if isinstance(content, dict) else ()
     tensors = {name: value for name, value in entries if is_weight(value)}
-    for name in ("tok_embeddings.weight", *_MEASURED):
+    for name in _MEASURED:
         if name not in tensors or tensors[name].ndim != 2 or tensors[name].numel() == 0:
             raise UserError(f"{path} holds no model: it has no {name}")
     return tensors
-
-
-def _whole(config: LlamaConfig, name: str, dim: int | None, parts: list[Tensor]) -> LazyTensor:
-    """Return one parameter joined from its shards, with this project's order of RoPE channels."""
-    if name == "embedding.weight" and parts[0].shape[1] != config.hidden_size:
-        dim = 1
-    whole = joined([lazy(shard) for shard in parts], dim)
-    return turned(whole, config.kv_channels) if name.endswith(TURNED) else whole
 
 
 def _config(directory: Path, params: _Params, shards: list[Mapping[str, Tensor]]) -> LlamaConfig:
@@ -144,10 +149,10 @@ def _config(directory: Path, params: _Params, shards: list[Mapping[str, Tensor]]
     hidden, layers, heads = params["dim"], params["n_layers"], params["n_heads"]
     base, is_scaled = params.get("rope_theta", 10000.0), params.get("use_scaled_rope", False)
     first = shards[0]
-    columns = first["tok_embeddings.weight"].shape[1]
-    by_rows = columns == hidden  # LLaMA-3 splits the vocabulary, older models the channels
-    vocab_rows = [shard["tok_embeddings.weight"].shape[0] for shard in shards]
-    query, gate = _MEASURED
+    embedding, query, gate = _MEASURED
+    # LLaMA-3 splits the vocabulary, older models the channels.
+    by_rows = first[embedding].shape[1] == hidden
+    vocab_rows = [shard[embedding].shape[0] for shard in shards]
     rows = first[query].shape[0]
     if rows * len(shards) != hidden:
         missing = directory / f"consolidated.{len(shards):02d}.pth"

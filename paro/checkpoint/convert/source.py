@@ -193,12 +193,15 @@ def joined(parts: Sequence[LazyTensor], dim: int | None) -> LazyTensor:
 
 
 def picked(tensor: LazyTensor, index: Tensor) -> LazyTensor:
-    """Return a tensor of the rows `index` of another; runs of consecutive rows are read at once."""
+    """Return a tensor of the rows `index` of another; consecutive rows are read at once."""
 
     def rows(start: int, stop: int) -> Tensor:
-        part = index[start:stop]
-        runs = part.tensor_split((part.diff() != 1).nonzero().flatten() + 1)
-        return torch.cat([tensor.rows(int(run[0]), int(run[-1]) + 1) for run in runs])
+        wanted, order = index[start:stop].sort()
+        values = torch.empty((stop - start, *tensor.shape[1:]), dtype=tensor.dtype)
+        for places in order.tensor_split((wanted.diff() != 1).nonzero().flatten() + 1):
+            first = int(index[start + places[0]])
+            values[places] = tensor.rows(first, first + len(places))
+        return values
 
     return replace(tensor, shape=(len(index), *tensor.shape[1:]), rows=rows)
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from paro.checkpoint.convert.hugging_face import (
     write_description,
 )
 from paro.checkpoint.convert.meta import NAMES as OLDER_NAMES
-from paro.checkpoint.convert.meta import TURNED, turned
+from paro.checkpoint.convert.meta import turned
 from paro.checkpoint.convert.source import LazyTensor, ModelSource
 from paro.checkpoint.convert.tensor_files import WEIGHT_TYPES
 from paro.checkpoint.directory import COMMON
@@ -73,14 +74,15 @@ def open_torchtitan(directory: Path, assets: Path | None = None) -> ModelSource:
 
     def stored(config: LlamaConfig) -> dict[str, LazyTensor]:
         _check_architecture(config, f"{assets / CONFIG}")
-        return _tensors_in(folder, config.kv_channels)
+        return _tensors_in(folder)
 
     called = partial(name_in, _NAMES if newer else OLDER_NAMES)
-    return open_described(assets, directory, stored, called)
+    source = open_described(assets, directory, stored, called)
+    return replace(source, tensors=turned(source.tensors, source.config.kv_channels))
 
 
-def _tensors_in(folder: DcpFolder, head: int) -> dict[str, LazyTensor]:
-    """Return the model's tensors by their names in the files, in this project's order of rows."""
+def _tensors_in(folder: DcpFolder) -> dict[str, LazyTensor]:
+    """Return the model's tensors by their names in the files."""
     tensors = {}
     for name, state in folder.states.items():
         if name.startswith(_TRAINING) or core_name(name) == _BUFFER:
@@ -88,9 +90,7 @@ def _tensors_in(folder: DcpFolder, head: int) -> dict[str, LazyTensor]:
         if state.properties.dtype not in WEIGHT_TYPES:
             kind = str(state.properties.dtype).removeprefix("torch.")
             raise UserError(f"{folder.directory}: {name:.99} is {kind}, which is no weight's type")
-        tensor = folder.tensor(name)
-        is_turned = name.removesuffix(".weight").endswith(TURNED)
-        tensors[name] = turned(tensor, head) if is_turned else tensor
+        tensors[name] = folder.tensor(name)
     return tensors
 
 
@@ -100,19 +100,17 @@ def write_torchtitan(source: ModelSource, directory: Path, *, older: bool) -> li
     Names are those of version 0.3, with `older` of 0.2. config.json and the tokenizer are written
     into a folder there.
     """
-    config, tensors = source.config, dict(source.tensors)
+    config = source.config
+    tensors = turned(source.tensors, config.kv_channels, to_pairs=True)
     _check_architecture(config, "--to torchtitan")
     notes = write_description(source, config_fields(source), directory / COMPANIONS)
     if config.tie_embeddings_and_output_weights:
         tensors["head.weight"] = tensors["embedding.weight"]
         how = "trains it apart" if older else "ties it if its flavor has enable_weight_tying"
         notes.append(f"the output layer is tied, and stored too: torchtitan {how}")
-    for name, tensor in tensors.items():
-        if name.endswith(TURNED):
-            tensors[name] = turned(tensor, config.kv_channels, to_pairs=True)
     names = OLDER_NAMES if older else _NAMES
     named: dict[str, dict[Shape, LazyTensor]] = {
-        name_in(names, n): {(): t} for n, t in tensors.items()
+        name_in(names, name): {(): tensor} for name, tensor in tensors.items()
     }
     write_dcp(directory, named, f"--output {directory}")
     return notes

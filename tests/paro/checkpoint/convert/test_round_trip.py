@@ -177,7 +177,7 @@ def test_queries_and_keys_turn_as_metas_do(tmp_path: Path) -> None:
     ]
     expected = theirs[0].flatten(1) @ theirs[1].flatten(1).t()
 
-    ours = turned(lazy(weight), head).whole(torch.float32)
+    ours = turned({"wq": lazy(weight)}, head)["wq"].whole(torch.float32)
     own = (x_SD @ ours.t()).view(1, length, 2, head)
     cos, sin = rotations(CONFIG, length, torch.float32, torch.device("cpu"))
     q, k = rotate(own, cos, sin)[0].unbind(1)
