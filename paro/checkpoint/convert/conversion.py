@@ -6,49 +6,35 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from data.hub import how_to_fetch
 from data.tokenizer import build_tokenizer
 from data.tokenizer_config import TokenizerConfig, padded_vocab_size
-from paro.checkpoint.convert.hugging_face import (
-    is_hugging_face,
-    open_hugging_face,
-    write_hugging_face,
-)
-from paro.checkpoint.convert.megatron import (
-    is_megatron,
-    is_torch_dist,
-    open_megatron,
-    write_megatron,
-)
-from paro.checkpoint.convert.meta import is_meta, open_meta
-from paro.checkpoint.convert.native import open_native, write_adapters, write_native
-from paro.checkpoint.convert.peft import check_base, open_peft, write_peft
+from paro.checkpoint.convert import hugging_face, megatron, meta, native, peft, torchtitan
 from paro.checkpoint.convert.source import ModelSource
-from paro.checkpoint.convert.torchtitan import is_torchtitan, open_torchtitan, write_torchtitan
 from paro.checkpoint.directory import latest_iteration
-from paro.errors import UserError, about, reading
+from paro.errors import UserError, reading
 from paro.files.atomic_file import check_absent, check_folder, temporary_beside
 from paro.text import size_text
 
-OPENERS: dict[str, Callable[[Path], ModelSource]] = {
-    "hf": open_hugging_face,
-    "meta": open_meta,
-    "megatron": open_megatron,
-    "torch_dist": open_megatron,
-    "torchtitan": open_torchtitan,
-    "paro": open_native,
+OPENERS: dict[str, Callable[..., ModelSource]] = {
+    "hf": hugging_face.open_hugging_face,
+    "meta": meta.open_meta,
+    "megatron": megatron.open_megatron,
+    "torch_dist": megatron.open_megatron,
+    "torchtitan": torchtitan.open_torchtitan,
+    "paro": native.open_native,
 }
 _SIGNS: dict[str, Callable[[Path], bool]] = {
-    "hf": is_hugging_face,
-    "meta": is_meta,
-    "megatron": is_megatron,
-    "torch_dist": is_torch_dist,
-    "torchtitan": is_torchtitan,
+    "hf": hugging_face.is_hugging_face,
+    "meta": meta.is_meta,
+    "megatron": megatron.is_megatron,
+    "torch_dist": megatron.is_torch_dist,
+    "torchtitan": torchtitan.is_torchtitan,
 }
-MEGATRON = ("megatron", "torch_dist")
 # The conversions that can keep the optimizer's states.
 _WITH_OPTIMIZER = (("torch_dist", "paro"), ("paro", "torch_dist"))
 PEFT = "peft"  # format of adapters: a source needs a base, a target needs adapters
@@ -99,24 +85,17 @@ class Conversion:
                 f"--padded-vocab-size {self.padded_vocab_size} needs --to paro, megatron or "
                 f"torch_dist: {self.target_format} holds no padding"
             )
-        if self.iteration is not None and self.source_format != "paro":
-            raise UserError(f"--ckpt-step {self.iteration} needs --from paro")
-        if self.averaged and self.source_format != "paro":
-            raise UserError("--weights ema needs --from paro")
-        if self.assets is not None and self.source_format != "torchtitan":
-            raise UserError(f"--hf-assets-path {self.assets} needs --from torchtitan")
-        if self.base is not None and self.source_format not in ("paro", PEFT):
-            raise UserError(f"--base {self.base} needs --from paro or peft")
+        options = self._options()
         if self.base_model is not None and self.target_format != PEFT:
             raise UserError(f"--base-model-name-or-path {self.base_model} needs --to peft")
         self._check_optimizer()
         if self.source_format == PEFT and self.base is None:
             raise UserError("--from peft needs --base, the folder of the model of these adapters")
         with reading(f"--input {self.source}"):
-            source = self._open()
+            source = (OPENERS | {PEFT: peft.open_peft})[self.source_format](self.source, **options)
         self._check_adapters(source)
         if self.target_format == PEFT:
-            check_base(source, self.base_model)
+            peft.check_base(source, self.base_model)
         self._rows(source)
         merges = bool(source.adapters) and not self.writes_adapters
         dtype = self.dtype or (torch.float32 if merges else None)
@@ -127,6 +106,20 @@ class Conversion:
             note = f"the tokenizer has {ids} ids and the model {rows} rows: the others {what}"
             source = replace(source, notes=(*source.notes, note))
         return source.with_each(lambda tensor: tensor.cast(dtype))
+
+    def _options(self) -> dict[str, Any]:
+        """Return the options of the source's opener; `UserError` for flags of other formats."""
+        given = {
+            "iteration": (self.iteration, f"--ckpt-step {self.iteration}", ("paro",)),
+            "averaged": (self.averaged or None, "--weights ema", ("paro",)),
+            "assets": (self.assets, f"--hf-assets-path {self.assets}", ("torchtitan",)),
+            "base": (self.base, f"--base {self.base}", ("paro", PEFT)),
+            "optimizer": (self.with_optimizer or None, "--with-optimizer", ("paro", "torch_dist")),
+        }
+        for value, flag, formats in given.values():
+            if value is not None and self.source_format not in formats:
+                raise UserError(f"{flag} needs --from {' or '.join(formats)}")
+        return {name: value for name, (value, *_) in given.items() if value is not None}
 
     def _check_optimizer(self) -> None:
         """Raise `UserError` if flags contradict --with-optimizer."""
@@ -139,27 +132,6 @@ class Conversion:
             raise UserError("--with-optimizer keeps masters in fp32: leave --dtype out")
         if self.averaged:
             raise UserError("--with-optimizer and --weights ema contradict each other: give one")
-
-    def _open(self) -> ModelSource:
-        if self.source_format in MEGATRON:
-            return open_megatron(self.source, optimizer=self.with_optimizer)
-        if self.source_format == "paro":
-            return open_native(
-                self.source,
-                self.iteration,
-                self.base,
-                averaged=self.averaged,
-                optimizer=self.with_optimizer,
-            )
-        if self.source_format == PEFT:
-            assert self.base is not None, "checked before"
-            with about("--base "):
-                base = Path(self.base)
-                under = (open_hugging_face if is_hugging_face(base) else open_native)(base)
-            return open_peft(self.source, under)
-        if self.source_format == "torchtitan":
-            return open_torchtitan(self.source, self.assets)
-        return OPENERS[self.source_format](self.source)
 
     def _check_adapters(self, source: ModelSource) -> None:
         """Raise `UserError` if flags leave adapters out, or name adapters that are not there."""
@@ -227,20 +199,24 @@ class Conversion:
         temporary.mkdir()
         try:
             if self.target_format == PEFT:
-                notes = [write_peft(source, temporary, self.base_model)]
+                notes = [peft.write_peft(source, temporary, self.base_model)]
             elif self.writes_adapters:
-                write_adapters(source, Path(str(self.base)), temporary, target)
+                native.write_adapters(source, Path(str(self.base)), temporary, target)
             elif self.target_format == "hf":
-                notes = write_hugging_face(source, temporary)
+                notes = hugging_face.write_hugging_face(source, temporary)
             elif self.target_format in TORCHTITAN:
                 older = self.target_format == "torchtitan-0.2"
-                notes = write_torchtitan(source, temporary, older=older)
+                notes = torchtitan.write_torchtitan(source, temporary, older=older)
             elif self.target_format == "paro":
-                write_native(source, temporary, target, rows=self._rows(source))
+                native.write_native(source, temporary, target, rows=self._rows(source))
             else:
-                dist, divisor = self.target_format == "torch_dist", self.divisible_by
-                rows = self._rows(source)
-                write_megatron(source, temporary, rows=rows, divisible_by=divisor, dist=dist)
+                megatron.write_megatron(
+                    source,
+                    temporary,
+                    rows=self._rows(source),
+                    divisible_by=self.divisible_by,
+                    dist=self.target_format == "torch_dist",
+                )
             temporary.rename(target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

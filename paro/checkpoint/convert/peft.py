@@ -12,7 +12,12 @@ from typing import Annotated, Any, NotRequired, TypedDict
 from model.config import ALL_LINEAR, MODULES, LoraConfig, adapted_weight, down_name, up_name
 from model.hugging_face import hugging_face_name, llama_config
 from paro.checkpoint.convert.hugging_face import CONFIG as BASE_CONFIG
-from paro.checkpoint.convert.hugging_face import TOKENIZER_FILES, is_hugging_face
+from paro.checkpoint.convert.hugging_face import (
+    TOKENIZER_FILES,
+    is_hugging_face,
+    open_hugging_face,
+)
+from paro.checkpoint.convert.native import open_native
 from paro.checkpoint.convert.source import LazyTensor, ModelSource, checked_tensors, write_json
 from paro.checkpoint.convert.tensor_files import open_safetensors, write_safetensors
 from paro.errors import UserError, about
@@ -55,11 +60,14 @@ _BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 _MERGED = "let peft merge these adapters, if it can (merge_and_unload), and convert its model"
 
 
-def open_peft(directory: Path, base: ModelSource) -> ModelSource:
-    """Return the `base` with the adapters of a folder; `UserError` names the bad file or field.
+def open_peft(directory: Path, base: str) -> ModelSource:
+    """Return the model in the folder `base` with adapters; `UserError` names a bad file or field.
 
     Which modules have adapters is decided by the tensors in the folder.
     """
+    with about("--base "):
+        opener = open_hugging_face if is_hugging_face(Path(base)) else open_native
+        model = opener(Path(base))
     path = directory / CONFIG
     if not path.is_file():
         raise UserError(f"{directory} holds no adapters of peft: it has no {CONFIG}")
@@ -72,7 +80,7 @@ def open_peft(directory: Path, base: ModelSource) -> ModelSource:
             f"{directory} has {_OLD_WEIGHTS}, which may hold programs, in place of {WEIGHTS}: open "
             "it with peft and save it again"
         )
-    layers = range(base.config.num_layers)
+    layers = range(model.config.num_layers)
     weights = [f"blocks.{layer}.{kind}" for layer in layers for kind in MODULES.values()]
     adapters = _adapters_in(directory / WEIGHTS, weights, fields)
     scales: dict[str, tuple[int, float]] = {}  # {weight: (rank, alpha)}
@@ -82,12 +90,12 @@ def open_peft(directory: Path, base: ModelSource) -> ModelSource:
             stored = next(iter(down.shape), 0) if fields.get("rank_pattern") else 0
             rank = stored or fields["r"]
             scales[weight] = (rank, _alpha_of(weight, rank, fields))
-            rows, columns = base.tensors[weight].shape
+            rows, columns = model.tensors[weight].shape
             shapes |= {down_name(weight): (rank, columns), up_name(weight): (rows, rank)}
     with about(suffix=": these are adapters of another model than --base"):
         adapters = checked_tensors(shapes, adapters, directory / WEIGHTS, peft_name)
     scalings = {weight: alpha / rank for weight, (rank, alpha) in scales.items()}
-    return base.with_adapters(_alike(base, scales, fields), adapters, scalings)
+    return model.with_adapters(_alike(model, scales, fields), adapters, scalings)
 
 
 def check_base(source: ModelSource, base_model: str | None) -> None:
