@@ -14,8 +14,10 @@ from data.hub import how_to_fetch
 from data.tokenizer import build_tokenizer
 from data.tokenizer_config import TokenizerConfig, padded_vocab_size
 from paro.checkpoint.convert import hugging_face, megatron, meta, native, peft, torchtitan
+from paro.checkpoint.convert.megatron_dist import is_dist
 from paro.checkpoint.convert.source import ModelSource
-from paro.checkpoint.directory import latest_iteration
+from paro.checkpoint.directory import COMMON, TRACKER, latest_iteration
+from paro.checkpoint.manifest import FOREIGN, METADATA
 from paro.errors import UserError, reading
 from paro.files.atomic_file import check_absent, check_folder, temporary_beside
 from paro.text import size_text
@@ -28,12 +30,16 @@ OPENERS: dict[str, Callable[..., ModelSource]] = {
     "torchtitan": torchtitan.open_torchtitan,
     "paro": native.open_native,
 }
+# How a folder is recognized. This project's have a tracker like Megatron's, and DCP's metadata too.
 _SIGNS: dict[str, Callable[[Path], bool]] = {
     "hf": hugging_face.is_hugging_face,
-    "meta": meta.is_meta,
-    "megatron": megatron.is_megatron,
-    "torch_dist": megatron.is_torch_dist,
-    "torchtitan": torchtitan.is_torchtitan,
+    "meta": lambda root: (root / meta.PARAMS).is_file(),
+    "megatron": lambda root: (root / TRACKER).is_file() and any(root.glob("*/mp_rank_*")),
+    "torch_dist": lambda root: (root / TRACKER).is_file() and any(map(is_dist, root.iterdir())),
+    "torchtitan": lambda root: (
+        (root / METADATA).is_file()
+        and not any((root / name).is_file() for name in (COMMON, FOREIGN))
+    ),
 }
 # The conversions that can keep the optimizer's states.
 _WITH_OPTIMIZER = (("torch_dist", "paro"), ("paro", "torch_dist"))
@@ -85,10 +91,10 @@ class Conversion:
                 f"--padded-vocab-size {self.padded_vocab_size} needs --to paro, megatron or "
                 f"torch_dist: {self.target_format} holds no padding"
             )
-        options = self._options()
         if self.base_model is not None and self.target_format != PEFT:
             raise UserError(f"--base-model-name-or-path {self.base_model} needs --to peft")
         self._check_optimizer()
+        options = self._options()
         if self.source_format == PEFT and self.base is None:
             raise UserError("--from peft needs --base, the folder of the model of these adapters")
         with reading(f"--input {self.source}"):

@@ -45,16 +45,6 @@ from paro.layout import shape_text
 FILE = "model_optim_rng.pt"
 
 
-def is_megatron(root: Path) -> bool:
-    """Return whether the folder is Megatron's; this project's have an equal tracker."""
-    return (root / TRACKER).is_file() and any(root.glob("*/mp_rank_*"))
-
-
-def is_torch_dist(root: Path) -> bool:
-    """Return whether the folder has distributed checkpoints of Megatron's."""
-    return (root / TRACKER).is_file() and any(map(is_dist, root.iterdir()))
-
-
 def open_megatron(root: Path, *, optimizer: bool = False) -> ModelSource:
     """Open a checkpoint of Megatron-LM, in its formats torch or torch_dist.
 

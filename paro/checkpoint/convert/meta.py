@@ -68,13 +68,9 @@ def meta_name(name: str) -> str:
     return name_in(NAMES, name)
 
 
-def is_meta(directory: Path) -> bool:
-    return (directory / PARAMS).is_file()
-
-
 def open_meta(directory: Path) -> ModelSource:
     """Open a folder as Meta published it; `UserError` names the bad file."""
-    if not is_meta(directory):
+    if not (directory / PARAMS).is_file():
         raise UserError(f"{directory} holds no model of Meta's: it has no {PARAMS}")
     params: _Params = read_json(directory / PARAMS, _Params)
     shards: list[Mapping[str, Tensor]] = [_tensors_in(path) for path in _files(directory)]

@@ -97,13 +97,15 @@ def source_of(
     vocab_size = config.vocab_size
     if not keeps_padding:
         vocab_size = unpadded_vocab_size(common) or vocab_size
-    companions, tokenizer, notes = _companions(root, common)
+    trained = (common.get("tokenizer") or {}).get("tokenizer_type")
+    begins = bool(common.get("begins_with_bos", trained == "Llama2Tokenizer"))
+    companions, tokenizer, notes = _companions(root, common, begins=begins)
     source = ModelSource(
         config=replace(config, vocab_size=vocab_size, lora=None),
         tensors=with_vocabulary(tensors, vocab_size),
         companions=companions,
         tokenizer=tokenizer,
-        begins_with_bos=_begins_with_bos(common),
+        begins_with_bos=begins,
         token_ids=common.get("token_ids", {}),
         notes=notes,
     )
@@ -232,20 +234,13 @@ def _read_rows(
     return rows
 
 
-def _begins_with_bos(common: Mapping[str, Any]) -> bool:
-    """Return whether texts began with BOS; for a checkpoint of a run, by its type of tokenizer."""
-    tokenizer = common.get("tokenizer") or {}
-    trained = tokenizer.get("tokenizer_type") == "Llama2Tokenizer"
-    return bool(common.get("begins_with_bos", trained))
-
-
 def _companions(
-    root: Path, common: Mapping[str, Any]
+    root: Path, common: Mapping[str, Any], *, begins: bool
 ) -> tuple[dict[str, Path], dict[str, Any] | None, tuple[str, ...]]:
     """Return the tokenizer and config files, the tokenizer's configuration, and lines to print."""
     converted = companions_in(root / COMPANIONS)
     if converted:
-        return converted, tokenizer_of(converted, begins=_begins_with_bos(common)), ()
+        return converted, tokenizer_of(converted, begins=begins), ()
     saved = saved_tokenizer(common)
     places = [*filter(None, map(saved.get, ("tokenizer_model", "vocab_file", "merge_file")))]
     if not places:

@@ -26,8 +26,7 @@ from paro.checkpoint.convert.meta import NAMES as OLDER_NAMES
 from paro.checkpoint.convert.meta import turned
 from paro.checkpoint.convert.source import LazyTensor, ModelSource
 from paro.checkpoint.convert.tensor_files import WEIGHT_TYPES
-from paro.checkpoint.directory import COMMON
-from paro.checkpoint.manifest import FOREIGN, METADATA
+from paro.checkpoint.manifest import METADATA
 from paro.errors import UserError, flag_of
 from paro.layout import Shape
 
@@ -47,12 +46,6 @@ _FIXED = {
     "position_embedding_type": "rope",
     "rotary_seq_len_interpolation_factor": 1.0,
 }
-
-
-def is_torchtitan(directory: Path) -> bool:
-    """Return whether a folder holds DCP's files alone, without those of other formats of DCP."""
-    there = [(directory / name).is_file() for name in (METADATA, COMMON, FOREIGN)]
-    return there == [True, False, False]
 
 
 def open_torchtitan(directory: Path, assets: Path | None = None) -> ModelSource:
