@@ -67,11 +67,11 @@ class FlagRule:
 
 def _rules() -> Iterator[FlagRule]:
     """Yield all rows of the table, by flag."""
-    for row in _TABLE["partly_accepted"]:
-        values, where = tuple(row.get("values", ())), row.get("where")
-        why, instead = one_line(row["why"]), one_line(row["instead"])
-        for flag in row["flags"].split():
-            yield FlagRule(flag, FlagTreatment.ACCEPTED, why, instead, values, where)
+    for flags, allowed, why, instead in _TABLE["partly_accepted"]:
+        is_switch, texts = isinstance(allowed, dict), (one_line(why), one_line(instead))
+        values, where = ((), *allowed.items()) if is_switch else (tuple(allowed), None)
+        for flag in flags.split():
+            yield FlagRule(flag, FlagTreatment.ACCEPTED, *texts, values, where)
     for outcome in FlagTreatment:
         for flags, text in _TABLE[outcome.value]:
             texts = ("", one_line(text)) if outcome is FlagTreatment.REFUSED else (one_line(text),)
