@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 def is_url(path: str | Path) -> bool:
     """Return whether a path or a text is the URL of an object."""
-    return isinstance(path, StorePath) or _URL.match(str(path)) is not None
+    return _URL.match(str(path)) is not None
 
 
 def path_of(text: str | Path) -> Path:
@@ -174,9 +174,8 @@ class StorePath(PosixPath):
     def remove_tree(self) -> None:
         """Remove all objects under the path."""
         for name in self._call("find"):
-            StorePath(f"{self.scheme}:", name.removeprefix(f"{self.scheme}://")).unlink(
-                missing_ok=True
-            )
+            key = name.removeprefix(f"{self.scheme}://")
+            StorePath(f"{self.scheme}:", key).unlink(missing_ok=True)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise UserError(f"{self} is in an object store, and a file is needed here")
@@ -237,31 +236,16 @@ def _is_transient(error: Exception) -> bool:
     return any(_TRANSIENT.search(kind.__name__) for kind in type(error).__mro__)
 
 
-def _limits(scheme: str) -> dict[str, Any]:
-    """Return the options of a file system that break off a connection which answers nothing."""
-    if scheme == "s3":
-        config = {
-            "connect_timeout": _CONNECT_SECONDS,
-            "read_timeout": _SILENT_SECONDS,
-            "connector_args": {"socket_factory": _socket},
-            "retries": {"total_max_attempts": 1},  # else each call lasts five times its limit
-        }
-        return {"config_kwargs": config, "max_concurrency": 4}
-    if scheme == "az":
-        return {}  # they would be of reads and writes alone
-    from aiohttp import ClientTimeout
-
-    timeout = ClientTimeout(sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS)
-    return {"requests_timeout": timeout}
-
-
 @cache
 def _file_system(scheme: str, process: int) -> Any:
-    """Return fsspec's file system of a scheme, one in each process: none survives a fork."""
+    """Return fsspec's file system of a scheme, one in each process: none survives a fork.
+
+    It breaks off a connection that answers nothing, and makes no attempt again by itself.
+    """
     import fsspec
     from fsspec.asyn import sync
 
-    # They would print a traceback of each error that they raise.
+    # Libraries would print a traceback of each error that they raise.
     for name in ("asyncio", "azure", "gcsfs"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
@@ -272,14 +256,26 @@ def _file_system(scheme: str, process: int) -> Any:
             f"{scheme}:// needs {PACKAGES[scheme]}, whose import fails: {why}"
         ) from error
     # Another process may write what a listing that is kept does not have.
-    store = kind(use_listings_cache=False, skip_instance_cache=True, **_limits(scheme))
+    make = partial(kind, use_listings_cache=False, skip_instance_cache=True)
     if scheme == "s3":
+        config = {
+            "connect_timeout": _CONNECT_SECONDS,
+            "read_timeout": _SILENT_SECONDS,
+            "connector_args": {"socket_factory": _socket},
+            "retries": {"total_max_attempts": 1},  # else each call lasts five times its limit
+        }
+        store = make(config_kwargs=config, max_concurrency=4)
         store.retries = 2  # for a part of an upload; then the whole call is made again
-    if scheme == "gs":
+    elif scheme == "gs":
+        from aiohttp import ClientTimeout
+
+        timeout = ClientTimeout(sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS)
+        store = make(requests_timeout=timeout)
         store._request = partial(kind._request.__wrapped__, store)  # else each call is six
         sync(store.loop, store._set_session)
         store.session.connector._socket_factory = _socket
-    if scheme == "az":
+    else:  # az, whose options would be limits of reads and writes alone
+        store = make()
         config = store.service_client._config
         config.retry_policy.total_retries = 0  # else pauses take a minute
         transport, limits = config.transport, config.transport.connection_config
