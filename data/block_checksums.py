@@ -35,8 +35,9 @@ _FIELDS = struct.Struct("<8sIIQ4s")
 _HEADER_BYTES = _FIELDS.size + 4
 
 
-def checksums_path(prefix: str | Path) -> Path:
-    return path_of(f"{prefix}.bin.crc")
+def sums_path(file: str | Path) -> Path:
+    """Return the file with the checksums of another."""
+    return path_of(f"{file}.crc")
 
 
 class BlockSums:
@@ -72,10 +73,9 @@ class BlockSums:
 
     def write(self, path: Path) -> None:
         """Write the checksums of all parts so far."""
-        table, size = self._content(), self._block_bytes
-        sum_of_table = crc32(table).to_bytes(4, "little")
-        fields = _FIELDS.pack(MAGIC, VERSION, size, self._num_bytes, sum_of_table)
-        path.write_bytes(fields + crc32(fields).to_bytes(4, "little") + table)
+        size, num_bytes = self._block_bytes, self._num_bytes
+        fields = _FIELDS.pack(MAGIC, VERSION, size, num_bytes, self.sum_of_table)
+        path.write_bytes(fields + crc32(fields).to_bytes(4, "little") + self._content())
 
 
 class CheckedWriter:
@@ -99,7 +99,7 @@ class CheckedWriter:
 def replacing_checked(path: Path, *, wanted: bool = True) -> Iterator[CheckedWriter]:
     """Write a file and its checksums when the block succeeds; if unwanted, remove earlier ones."""
     with (
-        replacing(Path(f"{path}.crc"), wanted=wanted) as sums_file,
+        replacing(sums_path(path), wanted=wanted) as sums_file,
         replacing(path, wanted=wanted) as temporary,
         temporary.open("wb") as stream,
     ):
@@ -114,9 +114,9 @@ class CheckedFile:
     process, and a repeated check costs microseconds.
     """
 
-    def __init__(self, file: RegularFile, sums: RegularFile, again: str) -> None:
+    def __init__(self, file: RegularFile, again: str) -> None:
         self._file = file
-        self._sums = sums
+        self._sums = RegularFile(sums_path(file.path))
         self._again = again
         self._block_bytes, self.sum_of_table = self._read_header()
         self.path, self.size = file.path, file.size
@@ -175,7 +175,7 @@ class CheckedFile:
 
 def with_checks(file: RegularFile) -> RegularFile | CheckedFile:
     """Return the .bin file; if checksums exist, every read is checked."""
-    path = path_of(f"{file.path}.crc")
+    path = sums_path(file.path)
     with reading(str(path)):
         try:
             path.lstat()
@@ -185,4 +185,4 @@ def with_checks(file: RegularFile) -> RegularFile | CheckedFile:
         f"remove {path} and write it again: tools/inspect_dataset.py --data-path "
         f"{file.path.removesuffix('.bin')} --write-checksums"
     )
-    return CheckedFile(file, RegularFile(path), again)
+    return CheckedFile(file, again)

@@ -14,7 +14,7 @@ from data.blend import (
     read_blend_per_split,
     read_phases,
 )
-from data.loss_mask import loss_mask_paths
+from data.loss_mask import loss_mask_path
 from data.sample_order import SPLIT_NAMES, parse_split
 from paro.errors import UserError, check_between, contradiction
 from paro.files.object_cache import ObjectCache
@@ -93,7 +93,7 @@ class DataConfig(DocumentRules):
         """Raise `UserError` if samples would mix conversations, or --sft finds no conversations."""
         if self.sft and not has_loss_mask:
             raise UserError(
-                f"--sft: {prefix} has no conversations ({loss_mask_paths(prefix)[0]} is missing): "
+                f"--sft: {prefix} has no conversations ({loss_mask_path(prefix)} is missing): "
                 "write it with tools/preprocess_data.py --apply-chat-template, or leave --sft out"
             )
         apart = self.sft or (self.reset_position_ids and self.reset_attention_mask)

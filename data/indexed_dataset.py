@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data.block_checksums import CheckedFile, checksums_path, replacing_checked, with_checks
+from data.block_checksums import CheckedFile, replacing_checked, sums_path, with_checks
 from data.fingerprint import Fingerprint, fingerprint_path, read_fingerprint
-from data.loss_mask import LossMask, LossMaskFile, loss_mask_paths
+from data.loss_mask import LossMask, loss_mask_path, open_loss_mask
 from paro.errors import UserError, reading, writing
 from paro.files.atomic_file import replacing
 from paro.files.object_cache import ObjectCache
@@ -56,8 +56,8 @@ def idx_path(prefix: str | Path) -> Path:
 
 def remove_dataset(prefix: str | Path) -> None:
     """Remove all files of a data set, also those that Megatron-LM does not know."""
-    added_paths = (checksums_path(prefix), fingerprint_path(prefix), *loss_mask_paths(prefix))
-    for path in (idx_path(prefix), bin_path(prefix), *added_paths):
+    checked = bin_path(prefix), loss_mask_path(prefix)
+    for path in (*checked, *map(sums_path, checked), idx_path(prefix), fingerprint_path(prefix)):
         path.unlink(missing_ok=True)
 
 
@@ -92,9 +92,9 @@ class IndexedDataset:
                 f"truncated, or the two files do not belong together; {REMEDY}"
             )
         self._content = with_checks(content)
-        self.loss_mask_file: LossMaskFile | None = None
-        if loss_mask_paths(prefix)[0].exists():
-            self.loss_mask_file = LossMaskFile(prefix, self._content, self.num_tokens)
+        self.loss_mask_file: CheckedFile | None = None
+        if loss_mask_path(prefix).exists():
+            self.loss_mask_file = open_loss_mask(self.prefix, self._content, self.num_tokens)
 
     def _bytes_by_index(self) -> int | None:
         """Return the size of the .bin file; None if the index contradicts itself."""
@@ -167,8 +167,7 @@ class IndexedDataset:
 
     def marks(self, index: int, offset: int = 0, length: int | None = None) -> LossMask:
         """Return the loss mask of the tokens that `get` returns; scripts read it by this name."""
-        assert self.loss_mask_file is not None, f"{self.prefix} has no loss mask"
-        return self.loss_mask_file.read(*self._place(index, offset, length))
+        return self.read_marks(*self._place(index, offset, length))
 
     def _place(self, index: int, offset: int, length: int | None) -> tuple[int, int]:
         """Return (first token in the .bin file, number of tokens) of a part of a sequence."""
@@ -193,6 +192,11 @@ class IndexedDataset:
         """
         size = self.dtype.itemsize
         return np.frombuffer(self._content.read(begin * size, count * size), self.dtype)
+
+    def read_marks(self, begin: int, count: int) -> LossMask:
+        """Read the loss mask of `count` ids of the .bin file from the id at `begin` on."""
+        assert self.loss_mask_file is not None, f"{self.prefix} has no loss mask"
+        return np.frombuffer(self.loss_mask_file.read(begin, count), np.uint8)
 
     def part_ranges(self) -> Iterator[tuple[int, int]]:
         """Yield the first id and the number of ids of each part in which all ids are read."""
@@ -284,7 +288,7 @@ class IndexedDatasetWriter:
     @contextmanager
     def _open_files(self) -> Iterator[None]:
         bin_path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        made_with, (mask_path, _) = self._tokenizer, loss_mask_paths(self.prefix)
+        made_with, mask_path = self._tokenizer, loss_mask_path(self.prefix)
         with (
             replacing(idx_path(self.prefix)) as self._idx_file,
             replacing(fingerprint_path(self.prefix), wanted=made_with is not None) as fingerprint,
@@ -358,8 +362,7 @@ class IndexedDatasetWriter:
                 "(.answered), unlike those before it: join those of one kind; training blends both"
             )
         for part in dataset.part_ranges():
-            mask_file = dataset.loss_mask_file
-            loss_mask = None if mask_file is None else mask_file.read(*part)
+            loss_mask = dataset.read_marks(*part) if self.has_loss_mask else None
             self._write(dataset.read(*part), loss_mask)
         lengths = dataset.sequence_lengths()
         documents = dataset.document_indices()[1:] + len(self._lengths)

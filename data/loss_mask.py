@@ -22,27 +22,19 @@ _SUM_BYTES = 4
 LossMask = NDArray[np.uint8]
 
 
-def loss_mask_paths(prefix: str | Path) -> tuple[Path, Path]:
-    """Return the file, and its checksums."""
-    return path_of(f"{prefix}.answered"), path_of(f"{prefix}.answered.crc")
+def loss_mask_path(prefix: str | Path) -> Path:
+    return path_of(f"{prefix}.answered")
 
 
-class LossMaskFile:
-    """The loss mask of a corpus of `size` tokens; `UserError` if it belongs to another .bin."""
-
-    def __init__(self, prefix: str | Path, content: RegularFile | CheckedFile, size: int) -> None:
-        path, sums = loss_mask_paths(prefix)
-        again = "write the corpus again"
-        self._file = CheckedFile(RegularFile(path), RegularFile(sums), again)
-        is_other = self._file.size != size + _SUM_BYTES
-        if not is_other and isinstance(content, CheckedFile):
-            is_other = self._file.read(size, _SUM_BYTES) != content.sum_of_table
-        if is_other:
-            raise UserError(
-                f"{path} does not belong to {content.path}: restore both, write them again with "
-                "tools/preprocess_data.py, or remove it to train on every token"
-            )
-
-    def read(self, begin: int, count: int) -> LossMask:
-        """Return the loss mask of `count` tokens from the one at `begin` on."""
-        return np.frombuffer(self._file.read(begin, count), np.uint8)
+def open_loss_mask(prefix: str, content: RegularFile | CheckedFile, size: int) -> CheckedFile:
+    """Open the loss mask of a corpus of `size` tokens; `UserError` if it is of another .bin."""
+    file = CheckedFile(RegularFile(loss_mask_path(prefix)), "write the corpus again")
+    is_other = file.size != size + _SUM_BYTES
+    if not is_other and isinstance(content, CheckedFile):
+        is_other = file.read(size, _SUM_BYTES) != content.sum_of_table
+    if is_other:
+        raise UserError(
+            f"{file.path} does not belong to {content.path}: restore both, write them again with "
+            "tools/preprocess_data.py, or remove it to train on every token"
+        )
+    return file

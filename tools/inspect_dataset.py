@@ -119,7 +119,7 @@ def describe(
         yield f"  token ids: {contents.least} to {contents.most}"
     yield f"  checksums: {contents.checksums}"
     if dataset.loss_mask_file is not None:
-        masks = (dataset.loss_mask_file.read(*part) for part in dataset.part_ranges())
+        masks = (dataset.read_marks(*part) for part in dataset.part_ranges())
         count = sum(int(np.count_nonzero(loss_mask)) for loss_mask in masks)
         share = f" ({count / dataset.num_tokens:.1%})" if dataset.num_tokens else ""
         yield f"  conversations: {count:,} tokens{share} are answered"

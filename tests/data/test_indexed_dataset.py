@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import indexed_dataset
-from data.block_checksums import BLOCK_BYTES, checksums_path
+from data.block_checksums import BLOCK_BYTES, sums_path
 from data.indexed_dataset import (
     HEADER,
     IndexedDataset,
@@ -206,7 +206,7 @@ def test_the_files_bytes_are_the_documented_ones(prefix: Path) -> None:
     fields = b"PAROCRC\0" + struct.pack("<IIQI", 1, 16384, len(content), zlib.crc32(table))
     assert len(fields) == 28
     expected = fields + struct.pack("<I", zlib.crc32(fields)) + table
-    assert checksums_path(prefix).read_bytes() == expected
+    assert sums_path(f"{prefix}.bin").read_bytes() == expected
 
 
 def test_whole_data_are_read_as_they_are_in_any_pieces(
@@ -245,7 +245,7 @@ def test_a_flipped_bit_is_found_by_every_read_of_its_block_and_by_no_other(
 
 
 def test_without_checksums_nothing_is_checked(prefix: Path) -> None:
-    checksums_path(prefix).unlink()
+    sums_path(f"{prefix}.bin").unlink()
     flip(Path(f"{prefix}.bin"), 5)
     unchecked = IndexedDataset(prefix)
     assert not unchecked.has_checksums
@@ -254,7 +254,7 @@ def test_without_checksums_nothing_is_checked(prefix: Path) -> None:
 
 def test_whatever_is_wrong_with_the_checksums_is_noticed_at_open(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "x", [[np.arange(20_000)]])
-    path = checksums_path(prefix)
+    path = sums_path(f"{prefix}.bin")
     whole = path.read_bytes()
     flipped = [
         whole[:place] + bytes([whole[place] ^ bits]) + whole[place + 1 :]
@@ -294,7 +294,7 @@ SIZE = 2 * NUM_TOKENS
 def test_checksums_that_do_not_fit_or_cannot_be_read_are_not_taken_for_absent(
     prefix: Path, make: Callable[[Path], object], message: str
 ) -> None:
-    path = checksums_path(prefix)
+    path = sums_path(f"{prefix}.bin")
     path.unlink()
     make(path)
     refused(lambda: IndexedDataset(prefix), f"{path} ... {message.format(remedy=f'remove {path}')}")

@@ -28,7 +28,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.batch import BatchFetcher
-from data.block_checksums import BlockSums, checksums_path
+from data.block_checksums import BlockSums, sums_path
 from data.config import DataConfig
 from data.gpt_dataset import SplitRequest, build_gpt_dataset
 from data.indexed_dataset import (
@@ -84,7 +84,7 @@ def make_corpus(folder: Path, num_tokens: int) -> dict[str, Contender]:
             lengths = np.diff([0, *cuts[cuts < len(ids)].astype(int), len(ids)]).astype(np.int32)
             counts = np.ones(len(lengths), dtype=np.int64)  # documents of one sequence
             writer.add_documents(EncodedDocuments(ids, lengths, counts))
-    checksums_path(first).unlink()
+    sums_path(bin_path(first)).unlink()
     with bin_path(first).open("rb") as stream:
         os.fsync(stream.fileno())  # else its pages cannot be dropped
     contenders: dict[str, Contender] = {
@@ -100,7 +100,7 @@ def make_corpus(folder: Path, num_tokens: int) -> dict[str, Contender]:
         whole = IndexedDataset(first)
         for part in whole.part_ranges():
             sums.update(whole.read(*part))
-        sums.write(checksums_path(prefix))
+        sums.write(sums_path(bin_path(prefix)))
         contenders[f"checked, {block_bytes // 1024} KiB"] = partial(IndexedDataset, prefix)
     return contenders
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from data.block_checksums import BlockSums, checksums_path
+from data.block_checksums import BlockSums, sums_path
 from data.indexed_dataset import IndexedDataset, bin_path
 from paro.errors import one_line, writing
 from paro.files.atomic_file import replacing
@@ -60,7 +60,7 @@ def read_contents(
 
 
 def _checksums(dataset: IndexedDataset, sums: BlockSums, write_checksums: bool) -> str:
-    path = checksums_path(dataset.prefix)
+    path = sums_path(bin_path(dataset.prefix))
     if dataset.has_checksums:
         return f"all blocks of .bin agree with {path}"
     if not write_checksums:
