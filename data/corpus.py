@@ -22,7 +22,7 @@ BATCH_BYTES = 2**18  # size of a batch of lines or rows; a longer line is a batc
 TEXT_BYTES = 2**22  # longer .txt files are encoded in parts, cut at ends of lines
 ROWS = 4096  # rows of a batch at most
 # Where a long text is cut: after the last line end before a non-blank, else after the last one.
-LINE_ENDS = (re.compile(rb".*\n(?=\S)", re.DOTALL), re.compile(rb".*\n", re.DOTALL))
+_CUT = re.compile(rb".*\n(?=\S)|.*\n", re.DOTALL)
 _LIST, _OBJECT = re.compile(r"\s*\[\s*({|$)"), re.compile(r"\s*{\s*$")
 _TOO_LONG = "requires too much memory"  # zstd's message for a window above the allowed size
 
@@ -143,9 +143,8 @@ def _first_bad_part(chunk: SourceChunk) -> RawBatch | None:
 
 
 def _good_cut(block: bytes) -> int:
-    for pattern in LINE_ENDS:
-        if (found := pattern.match(block)) is not None:
-            return found.end()
+    if (found := _CUT.match(block)) is not None:
+        return found.end()
     for cut in range(len(block), len(block) - 4, -1):
         if block[cut - 1] & 0xC0 != 0x80:  # a UTF-8 character begins here
             return cut - 1 if block[cut - 1] >= 0xC0 else cut
@@ -191,9 +190,8 @@ def _saved_rows(chunk: SourceChunk, keys: Sequence[str]) -> Iterator[tuple[int, 
     source = source.select_columns(list(dict.fromkeys(keys))).with_format("arrow")
     num_rows = chunk.end - chunk.begin
     step = min(ROWS, max(1, num_rows * BATCH_BYTES // max(1, chunk.num_bytes)))
-    for begin in range(chunk.begin, chunk.end, step):
-        end = min(begin + step, chunk.end)
-        yield end - begin, source[begin:end].to_pydict()
+    for rows in source.select(range(chunk.begin, chunk.end)).iter(step):
+        yield len(rows), rows.to_pydict()
 
 
 def _check_columns(chunk: SourceChunk, keys: Sequence[str], names: Sequence[str]) -> None:

@@ -51,10 +51,6 @@ class SourceChunk:
         suffix = Path(self.path).suffix
         return suffix if suffix in COMPRESSIONS else None
 
-    @property
-    def divisible(self) -> bool:
-        return self.kind is not SourceKind.TEXT and self.compression is None
-
 
 def kind_of(path: Path) -> SourceKind | None:
     """Return the format of a file by its suffix, without a compression suffix."""
@@ -181,7 +177,7 @@ def share_out(chunks: Sequence[SourceChunk], parts: int) -> list[list[SourceChun
 
 def _cut(chunk: SourceChunk, limit: int) -> tuple[SourceChunk, SourceChunk | None]:
     """Split a chunk after about `limit` bytes, at least one unit: the head and the rest."""
-    if not chunk.divisible:
+    if chunk.kind is SourceKind.TEXT or chunk.compression is not None:
         return chunk, None
     middle = chunk.begin + max(1, (chunk.end - chunk.begin) * limit // chunk.num_bytes)
     if chunk.kind is SourceKind.JSON_LINES:

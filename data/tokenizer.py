@@ -129,14 +129,19 @@ class SentencePieceTokenizer(Tokenizer):
         return str(self._processor.decode([int(token) for token in ids]))
 
     def token_bytes(self) -> list[int]:
-        return [self._bytes_of(number) for number in range(self.vocab_size)]
+        counts = [int(self._processor.is_byte(number)) for number in range(self.vocab_size)]
+        for piece, number in ordinary_pieces(self._processor).items():
+            counts[number] = len(piece.replace(BLANK, " ").encode())
+        return counts
 
-    def _bytes_of(self, number: int) -> int:
-        pieces = self._processor
-        if pieces.is_control(number) or pieces.is_unknown(number):
-            return 0
-        text: str = pieces.id_to_piece(number)
-        return 1 if pieces.is_byte(number) else len(text.replace(BLANK, " ").encode())
+
+def ordinary_pieces(processor: Any) -> dict[str, int]:
+    """Return the ids of the pieces that stand for a text, by this text with BLANK for spaces."""
+    return {
+        processor.id_to_piece(i): i
+        for i in range(processor.get_piece_size())
+        if not (processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i))
+    }
 
 
 def _load_sentencepiece(path: Path) -> Any:

@@ -11,6 +11,7 @@ from paro.files.object_cache import local_copy
 
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 GPT2_TYPE, NULL_TYPE = "GPT2BPETokenizer", "NullTokenizer"
+FILE_FLAGS = ("tokenizer_model", "vocab_file", "merge_file")  # the arguments that name files
 _MAX_ROWS = 2**31  # most rows of an embedding
 TOKENIZER_TYPES = (
     *SENTENCEPIECE_TYPES,
@@ -77,15 +78,12 @@ class TokenizerConfig:
     @property
     def files(self) -> tuple[str, ...]:
         """All files and folders that the tokenizer is read from."""
-        return tuple(filter(None, (self.tokenizer_model, self.vocab_file, self.merge_file)))
+        return tuple(filter(None, (getattr(self, name) for name in FILE_FLAGS)))
 
     def on_this_machine(self) -> TokenizerConfig:
         """Return the configuration with local copies of files that are in an object store."""
-        model, vocab, merges = (
-            None if at is None else local_copy(at)
-            for at in (self.tokenizer_model, self.vocab_file, self.merge_file)
-        )
-        return replace(self, tokenizer_model=model, vocab_file=vocab, merge_file=merges)
+        given = {name: at for name in FILE_FLAGS if (at := getattr(self, name)) is not None}
+        return replace(self, **{name: local_copy(at) for name, at in given.items()})
 
 
 def tokenizer_config(flags: Mapping[str, Any]) -> TokenizerConfig | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data.tokenizer import BLANK, END, SentencePieceTokenizer, read_gpt2
+from data.tokenizer import BLANK, END, SentencePieceTokenizer, ordinary_pieces, read_gpt2
 from paro.files.regular_file import read_bytes
 
 # Test texts that expose differences between the two libraries.
@@ -35,7 +35,7 @@ def write_tokenizer_json(model: Path, folder: Path, *, begins_texts: bool = Fals
         processor = SentencePieceProcessor(model_proto=read_bytes(model))
     except (OSError, RuntimeError):
         return False  # LLaMA-3's tokenizer.model is in tiktoken's format
-    pieces = _ordinary(processor)
+    pieces = ordinary_pieces(processor)
     if any(not processor.get_score(i).is_integer() for i in pieces.values()):
         return False  # the scores of a BPE model must be the indices of its merges
     whole = _tokenizer(processor)
@@ -78,7 +78,7 @@ def _tokenizer(processor: Any) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
     from transformers.convert_slow_tokenizer import generate_merges
 
-    pieces = _ordinary(processor)
+    pieces = ordinary_pieces(processor)
     scores = {text: processor.get_score(number) for text, number in pieces.items()}
     ids = range(processor.get_piece_size())
     vocab = {processor.id_to_piece(i): i for i in ids}
@@ -104,12 +104,3 @@ def _tokenizer(processor: Any) -> Any:
         [AddedToken(processor.id_to_piece(i), special=True, normalized=False) for i in special]
     )
     return tokenizer
-
-
-def _ordinary(processor: Any) -> dict[str, int]:
-    """Return the ordinary pieces, by their text, with their ids."""
-    return {
-        processor.id_to_piece(i): i
-        for i in range(processor.get_piece_size())
-        if not (processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i))
-    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from data.tokenizer_config import TOKENIZER_TYPES
+from data.tokenizer_config import FILE_FLAGS, TOKENIZER_TYPES
 from model.config import LLAMA_PRESETS
 from paro.arguments.flag_parser import PATHS
 from paro.arguments.needed import ANY_VOCABULARY, flags_in, missing_flags, with_stand_ins
@@ -16,8 +16,6 @@ from paro.config.parts import fitting_batches, with_values
 from paro.config.run import distinct, take_tokens, value_mistakes
 from paro.distributed.world import LaunchConfig
 from paro.errors import UserError
-
-_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 def wrong_values(args: Namespace) -> tuple[Sequence[str], Mapping[str, object]]:
@@ -99,7 +97,7 @@ def _fitting_tokenizer(args: Namespace) -> dict[str, object]:
     tokenizer_type, is_known = args.tokenizer_type, args.tokenizer_type in (None, *TOKENIZER_TYPES)
     if is_known and not args.dry_run:
         return {}
-    files = [file for name in _FILES if (file := getattr(args, name)) is not None]
+    files = [file for name in FILE_FLAGS if (file := getattr(args, name)) is not None]
     for name in (tokenizer_type,) if is_known else TOKENIZER_TYPES:
         better = {} if is_known else {"tokenizer_type": name}
         try:
@@ -111,4 +109,4 @@ def _fitting_tokenizer(args: Namespace) -> dict[str, object]:
     if not args.dry_run:
         return {"tokenizer_type": "HuggingFaceTokenizer"}
     size = {} if vocab_size_given(args) else {"vocab_size": ANY_VOCABULARY}
-    return {"tokenizer_type": "NullTokenizer", **dict.fromkeys(_FILES), **size}
+    return {"tokenizer_type": "NullTokenizer", **dict.fromkeys(FILE_FLAGS), **size}

@@ -89,11 +89,10 @@ class RegularFile:
 
     def read(self, begin: int, length: int) -> bytes:
         """Return the `length` bytes from byte `begin` on, of the file as it was opened."""
-        if self._object is not None:
-            with reading(self.path):
-                return self._object.read(begin, length)
         content = b""
         try:
+            if self._object is not None:
+                return self._object.read(begin, length)
             while len(content) < length:  # the system reads at most 2 GiB at once
                 more = os.pread(self._descriptor, length - len(content), begin + len(content))
                 if not more:
