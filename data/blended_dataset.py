@@ -209,10 +209,8 @@ def _by_size(blend: Blend, request: SplitRequest) -> BlendedDataset:
             "before each path, so that data are repeated, or train less"
         )
     size = min(num_samples, total)
-    build = partial(blend_samples, [each / total for each in sizes], total, sizes)
-    if request.num_samples is not None:
-        shares = replace(blend, weights=tuple(map(float, sizes))).shares()
-        build = partial(blend_samples, shares, size)
+    limits = sizes if request.num_samples is None else None
+    build = partial(blend_samples, [each / total for each in sizes], size, limits)
     indices, source = _cached_indices(blend, request, sizes, size, build)
     return BlendedDataset(members, indices, num_samples=num_samples, source=source)
 

@@ -177,11 +177,14 @@ def _add_tokens(tokenizer: Any, folder: Path, config: Mapping[str, Any]) -> None
     names = {_content(token) for token in named}
     present = tokenizer.get_added_tokens_decoder()
     unchanged = {repr(token) for token in present.values()}
-    if "added_tokens_decoder" in config:
-        decoder = config["added_tokens_decoder"]
-        numbered = {number: _added_token(token) for number, token in decoder.items()}
-    else:
-        numbered = _tokens_by_id(folder, {*names, *map(_content, extra)}) | present
+    decoder = config.get("added_tokens_decoder", {})
+    numbered = {number: _added_token(token) for number, token in decoder.items()}
+    if "added_tokens_decoder" not in config:
+        special = {*names, *map(_content, extra)}
+        for text, number in _read(folder / "added_tokens.json", dict[str, int]).items():
+            flags = {"normalized": text not in special, "special": text in special}
+            numbered[number] = _added_token({"content": text, **flags})
+        numbered |= present
         _mark_special(numbered.values(), names)
     tokens = [numbered[number] for number in sorted(numbered)]
     added = [token for token in tokens if repr(token) not in unchanged]
@@ -189,16 +192,6 @@ def _add_tokens(tokenizer: Any, folder: Path, config: Mapping[str, Any]) -> None
     added += [token for token in map(_added_token, (*named, *extra)) if token.content not in known]
     _mark_special(added, names)
     tokenizer.add_tokens(added)
-
-
-def _tokens_by_id(folder: Path, special: Container[str | None]) -> dict[int, Any]:
-    """Return the tokens of added_tokens.json; a text among `special` makes a special token."""
-    tokens = {}
-    for text, number in _read(folder / "added_tokens.json", dict[str, int]).items():
-        is_special = text in special
-        flags = {"normalized": not is_special, "special": is_special}
-        tokens[number] = _added_token({"content": text, **flags})
-    return tokens
 
 
 def adds_tokens(folder: Path, vocabulary: Mapping[str, int], *, eos: int, bos: int | None) -> bool:

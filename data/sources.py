@@ -39,7 +39,7 @@ class SourceChunk:
 
     kind: SourceKind
     path: str
-    begin: int
+    begin: int = 0
     end: int
     num_bytes: int  # stored (compressed) bytes, for progress and balancing
     stamp: int = 0  # modification time of the file, in nanoseconds
@@ -103,7 +103,6 @@ def _file_chunk(path: Path) -> SourceChunk:
     return SourceChunk(
         kind=kind,
         path=str(path),
-        begin=0,
         end=open_parquet(str(path)).num_row_groups if is_parquet else status.st_size,
         num_bytes=status.st_size,
         stamp=status.st_mtime_ns,
@@ -115,7 +114,6 @@ def _hub_chunk(name: str, config: str | None, split: str) -> SourceChunk:
     return SourceChunk(
         kind=SourceKind.HUGGING_FACE,
         path=name,
-        begin=0,
         end=len(rows),
         num_bytes=max(int(rows.data.nbytes), len(rows)),
         config=config,

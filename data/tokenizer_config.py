@@ -82,8 +82,10 @@ class TokenizerConfig:
 
     def on_this_machine(self) -> TokenizerConfig:
         """Return the configuration with local copies of files that are in an object store."""
-        given = {name: at for name in FILE_FLAGS if (at := getattr(self, name)) is not None}
-        return replace(self, **{name: local_copy(at) for name, at in given.items()})
+        copies: dict[str, Any] = {
+            name: local_copy(at) for name in FILE_FLAGS if (at := getattr(self, name)) is not None
+        }
+        return replace(self, **copies)
 
 
 def tokenizer_config(flags: Mapping[str, Any]) -> TokenizerConfig | None:

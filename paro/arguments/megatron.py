@@ -69,7 +69,8 @@ def _rules() -> Iterator[FlagRule]:
     """Yield all rows of the table, by flag."""
     for flags, allowed, why, instead in _TABLE["partly_accepted"]:
         is_switch, texts = isinstance(allowed, dict), (one_line(why), one_line(instead))
-        values, where = ((), *allowed.items()) if is_switch else (tuple(allowed), None)
+        values = () if is_switch else tuple(allowed)
+        where = next(iter(allowed.items())) if is_switch else None
         for flag in flags.split():
             yield FlagRule(flag, FlagTreatment.ACCEPTED, *texts, values, where)
     for outcome in FlagTreatment:

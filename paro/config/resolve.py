@@ -312,22 +312,17 @@ def with_checkpoint_args(args: Namespace, common: Mapping[str, Any]) -> Namespac
     """Fill in the model sizes of a checkpoint, and its tokenizer if no flag gives one."""
     model = dict(common.get("model", {}))
     rows = model.pop("vocab_size")
-    values = {name: value for name, value in model.items() if hasattr(args, name)}
-    if args.finetune:  # which may rotate positions otherwise
-        on_command_line = {name for name in values if getattr(args, name) is not None}
-        values = {
-            name: value
-            for name, value in values.items()
-            if not (name in on_command_line and is_of_positions(name))
-        }
+
+    def is_kept(name: str) -> bool:  # a finetuning may rotate positions otherwise
+        return bool(args.finetune and is_of_positions(name) and getattr(args, name) is not None)
+
+    values = {n: value for n, value in model.items() if hasattr(args, n) and not is_kept(n)}
     values |= {
         "llama_preset": None,
         "padded_vocab_size": rows,
         "group_query_attention": model["num_query_groups"] != model["num_attention_heads"],
     }
-    for name in ("max_position_embeddings", "init_method_std"):
-        if name in common:
-            values[name] = common[name]
+    values |= {n: common[n] for n in ("max_position_embeddings", "init_method_std") if n in common}
     longest = values.get("max_position_embeddings")
     if longest is not None and args.seq_length > longest:
         raise UserError(

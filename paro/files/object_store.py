@@ -203,20 +203,29 @@ class StorePath(PosixPath):
                 raise
             except Exception as error:  # of the libraries' own classes
                 why = f": {type(error).__name__}: {one_line(str(error), 300)}"
-                if not _is_transient(error):
-                    raise OSError(*_explained(error, why), str(self)) from error
+                if (explained := _explained(error, why)) is not None:
+                    raise OSError(*explained, str(self)) from error
             wait.check(why)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _explained(error: Exception, why: str) -> tuple[int, str]:
-    """Return the number and the text of the system's error for a call that would fail again."""
-    if isinstance(error, FileNotFoundError) or _status(error) == 404:
+def _explained(error: Exception, why: str) -> tuple[int, str] | None:
+    """Return the number and the text of the system's error; None if a later call may succeed."""
+    status = _status(error)
+    if isinstance(error, OSError) and error.errno is not None:
+        is_transient = error.errno in _TRANSIENT_ERRNOS
+    elif status is not None:
+        is_transient = status in (408, 429) or status >= 500
+    else:
+        is_transient = any(_TRANSIENT.search(kind.__name__) for kind in type(error).__mro__)
+    if is_transient:
+        return None
+    if isinstance(error, FileNotFoundError) or status == 404:
         return errno.ENOENT, os.strerror(errno.ENOENT)
     if isinstance(error, FileExistsError):
         return errno.EEXIST, os.strerror(errno.EEXIST)
-    if _status(error) in (401, 403) or _CREDENTIALS.search(f"{type(error).__name__} {error}"):
+    if status in (401, 403) or _CREDENTIALS.search(f"{type(error).__name__} {error}"):
         return errno.EACCES, f"the store refuses the credentials (is a token old?){why}"
     return errno.EACCES, f"the store refuses the request{why}"
 
@@ -225,15 +234,6 @@ def _status(error: Exception) -> int | None:
     """Return the status of HTTP that an error of Azure's or Google's libraries has."""
     status = str(getattr(error, "status_code", None) or getattr(error, "code", None))
     return int(status) if status.isdecimal() else None
-
-
-def _is_transient(error: Exception) -> bool:
-    """Return whether a call that failed so may succeed later."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in _TRANSIENT_ERRNOS
-    if (status := _status(error)) is not None:
-        return status in (408, 429) or status >= 500
-    return any(_TRANSIENT.search(kind.__name__) for kind in type(error).__mro__)
 
 
 @cache

@@ -44,17 +44,15 @@ def check_regular(path: str | Path, what: str = "") -> None:
 def read_bytes(path: str | Path, what: str = "", *, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the content of a regular file."""
     what = what or str(path)
-    content = b""
-    if isinstance(path, StorePath):
-        with reading(what):
+    with reading(what):
+        if isinstance(path, StorePath):
             size = path.info()["size"] or 0
             content = path.read_range(0, size) if size <= max_bytes else b""
-    else:
-        with reading(what), open(_open(path, what), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size <= max_bytes:
-                content = file.read(max_bytes + 1)
-                size = len(content)  # a file of /proc says 0
+        else:
+            with open(_open(path, what), "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                content = file.read(max_bytes + 1) if size <= max_bytes else b""
+    size = max(size, len(content))  # a file of /proc says 0
     if size > max_bytes:
         raise UserError(f"{what} has {size:,} bytes, more than the {max_bytes:,} that may be read")
     return content
