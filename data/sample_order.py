@@ -136,13 +136,9 @@ def build_order(sequence_lengths: NDArray[np.int32], plan: OrderPlan) -> SampleO
 
 def _document_index(plan: OrderPlan, random: np.random.RandomState) -> NDArray[np.int32]:
     sequences = np.arange(plan.bounds.start, plan.bounds.stop, dtype=np.int32)
-    together = plan.num_epochs - (plan.samples_before_separate_epoch is not None)
-    parts = [np.tile(sequences, together)]
-    if together < plan.num_epochs:
-        parts.append(sequences.copy())
-    for part in parts:
-        random.shuffle(part)
-    return np.concatenate(parts)
+    is_separate = plan.samples_before_separate_epoch is not None
+    border = (plan.num_epochs - is_separate) * len(sequences)
+    return _shuffled(np.tile(sequences, plan.num_epochs), border, random)
 
 
 def _sample_index(
@@ -175,9 +171,12 @@ def _sample_index(
 def _shuffle_index(plan: OrderPlan, random: np.random.RandomState) -> NDArray[Any]:
     fits = plan.total_samples < np.iinfo(np.uint32).max - 1
     order = np.arange(plan.total_samples, dtype=np.uint32 if fits else np.int64)
-    border = plan.samples_before_separate_epoch
-    parts = (order,) if border is None else (order[:border], order[border:])
-    for part in parts:  # views: shuffled in place
-        if len(part) > 0:
-            random.shuffle(part)
-    return order
+    before = plan.samples_before_separate_epoch
+    return _shuffled(order, len(order) if before is None else before, random)
+
+
+def _shuffled(row: NDArray[Any], border: int, random: np.random.RandomState) -> NDArray[Any]:
+    """Shuffle in place what is before the border, then what is behind it; return the row."""
+    random.shuffle(row[:border])
+    random.shuffle(row[border:])
+    return row

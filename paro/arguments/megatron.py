@@ -68,11 +68,11 @@ class FlagRule:
 def _rules() -> Iterator[FlagRule]:
     """Yield all rows of the table, by flag."""
     for flags, allowed, why, instead in _TABLE["partly_accepted"]:
-        is_switch, texts = isinstance(allowed, dict), (one_line(why), one_line(instead))
+        is_switch, reasons = isinstance(allowed, dict), (one_line(why), one_line(instead))
         values = () if is_switch else tuple(allowed)
         where = next(iter(allowed.items())) if is_switch else None
         for flag in flags.split():
-            yield FlagRule(flag, FlagTreatment.ACCEPTED, *texts, values, where)
+            yield FlagRule(flag, FlagTreatment.ACCEPTED, *reasons, values, where)
     for outcome in FlagTreatment:
         for flags, text in _TABLE[outcome.value]:
             texts = ("", one_line(text)) if outcome is FlagTreatment.REFUSED else (one_line(text),)

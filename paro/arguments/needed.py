@@ -6,6 +6,7 @@ import re
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Iterable, KeysView, Mapping, Sequence
+from itertools import chain
 
 from paro.arguments.flag_parser import by_flag, known_as, wrapped
 from paro.arguments.megatron import replacements
@@ -20,7 +21,6 @@ python pretrain_llama.py --distributed-backend gloo --mock-data \\
     --train-iters 20 --lr 1e-2 --log-interval 5 --eval-iters 1"""
 
 _SIZES = ("--num-layers", "--hidden-size", "--num-attention-heads")
-_LENGTHS = ("--train-iters", "--train-samples")
 _DATA = (
     *("--data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data"),
     *("--train-data-path", "--valid-data-path", "--test-data-path", "--data-phases"),
@@ -43,10 +43,15 @@ _STAND_INS: dict[str, dict[str, object]] = {
     "--tokenizer-type": {"tokenizer_type": "NullTokenizer", "vocab_size": 1},
     "--world-size": {"world_size": 1},
 }
-_SIMPLE = {
-    "--seq-length": "tokens per sample",
-    "--micro-batch-size": "samples per rank and forward pass",
-    "--lr": "the highest learning rate",
+# Flags of which a training needs one: the line where none is given.
+_NEEDED = {
+    ("--seq-length",): "--seq-length is missing: tokens per sample",
+    ("--micro-batch-size",): "--micro-batch-size is missing: samples per rank and forward pass",
+    ("--lr",): "--lr is missing: the highest learning rate",
+    ("--train-iters", "--train-samples"): (
+        "--train-iters or --train-samples is missing: how long to train"
+    ),
+    _DATA: "--data-path is missing: a corpus; or --mock-data for synthetic tokens",
 }
 
 
@@ -57,15 +62,7 @@ def missing_flags(
 
     Before the checkpoint is `loaded`, values that --use-checkpoint-args supplies are not missing.
     """
-    lines = [
-        f"{flag} is missing: {what}"
-        for flag, what in _SIMPLE.items()
-        if not _any_given(args, named, flag)
-    ]
-    if not _any_given(args, named, *_LENGTHS):
-        lines.append("--train-iters or --train-samples is missing: how long to train")
-    if not _any_given(args, named, *_DATA):
-        lines.append("--data-path is missing: a corpus; or --mock-data for synthetic tokens")
+    lines = [line for flags, line in _NEEDED.items() if not _any_given(args, named, *flags)]
     if loaded or not args.use_checkpoint_args:
         lines = [*missing_sizes(args, named), *lines]
         if not _any_given(args, named, *_TOKENIZER, "--mock-data", *_VOCABULARY * args.dry_run):
@@ -106,7 +103,7 @@ def missing_sizes(args: Namespace, named: Collection[str] = ()) -> list[str]:
 
 def nothing_needed_is_given(args: Namespace) -> bool:
     """Return whether no required flag is given, so that an example command helps most."""
-    beginnings = (*_SIZES, *_SIMPLE, *_LENGTHS, *_DATA, *_TOKENIZER, "--llama-preset")
+    beginnings = (*_SIZES, *chain(*_NEEDED), *_TOKENIZER, "--llama-preset")
     return not _any_given(args, (), *beginnings)
 
 

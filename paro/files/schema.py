@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
@@ -101,12 +102,10 @@ def conform(value: Any, kind: Any, what: str) -> Any:
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object; Python would keep the last of repeated fields."""
-    fields_by_name = dict(pairs)
-    if len(fields_by_name) < len(pairs):
-        names = [name for name, _ in pairs]
-        name = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"{name}: is there {names.count(name)} times")
-    return fields_by_name
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            raise UserError(f"{name}: is there {count} times")
+    return dict(pairs)
 
 
 def _check_depth(value: Any) -> None:
