@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from paro.checkpoint.directory import RANK_MARK
-from paro.checkpoint.folder_lock import STILL_SECONDS, FolderLock, LockWaiter
+from paro.checkpoint.folder_lock import STILL_SECONDS, FolderLock, attempts_to_lock
 from paro.checkpoint.lock_holder import LockHolder
 from paro.distributed.control import Control
 from paro.distributed.groups import make_save_groups
@@ -120,22 +120,18 @@ def lock_folders(
     """
     folders = ranks_by_folder(root, control, f"--save {root}")
     is_first = any(control.world.rank == ranks[0] for ranks in folders)
-    waiter = LockWaiter(root, LockHolder.this_process()) if is_first else None
+    attempts = attempts_to_lock(root, LockHolder.this_process()) if is_first else iter(())
     lock: FolderLock | None = None
     said = False
     try:
         # In short turns: a collective must not wait for a minute.
         while True:
             progressed()
-            holder = ""
             with control.raise_on_all_ranks(), writing(f"--save {root}"):
-                if waiter is not None and lock is None:
-                    outcome = waiter.attempt()
-                    if isinstance(outcome, FolderLock):
-                        lock = outcome
-                    else:
-                        holder = outcome
-            holders = [name for name in control.gather(holder) if name]
+                outcome = next(attempts, "")
+            if isinstance(outcome, FolderLock):
+                lock, outcome = outcome, ""
+            holders = [name for name in control.gather(outcome) if name]
             if not holders:
                 break
             if not said:

@@ -16,7 +16,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ STILL_SECONDS = 60.0
 _NAME = re.compile(r"lease_(\d{1,15})\.json")
 _REMOVED = (errno.ENOENT, errno.ESTALE)  # why a file cannot be opened
 _FILE_BYTES = 2048  # constant size of a lock file: one write replaces all of the content
+_LATER = (OSError, UserError)  # a full disk, a lost mount: the next save reports them
 
 
 class LockLostError(StorageError):
@@ -61,29 +62,29 @@ class FolderLock:
     def is_ours(self) -> bool:
         """Return whether no other run may hold the lock; reads the file only after a long sleep."""
         if not self.is_lost and time.monotonic() - self._checked > STILL_SECONDS / 2:
-            # The next save reports a lost mount.
-            with suppress(OSError, LockLostError), store_timeout(BEAT_SECONDS):
+            with suppress(*_LATER, LockLostError), store_timeout(BEAT_SECONDS):
                 self.check()
         return not self.is_lost
 
     def check(self) -> None:
         """Raise `LockLostError` unless this process holds the lock now."""
-        with self._lock, self._own_file():
-            pass
+        with self._lock:
+            self._check()
 
     def beat(self) -> None:
         """Show that this process lives; raises as `check` does."""
-        with self._lock, self._own_file() as descriptor:
+        with self._lock:
+            self._check()
             self._holder = replace(self._holder, heartbeat=self._holder.heartbeat + 1)
-            _overwrite(descriptor, self._holder)
+            _write(self._path, self._holder)
 
     def release(self) -> None:
         """Mark the lock file as released for the next run; write nothing if the lock is lost."""
         with self._lock:
-            if self._lost is None and not self._ended.is_set():
-                quietly = suppress(OSError, LockLostError)
-                with quietly, store_timeout(BEAT_SECONDS), self._own_file() as descriptor:
-                    _overwrite(descriptor, replace(self._holder, released=True))
+            if not self._ended.is_set():
+                with suppress(*_LATER, LockLostError), store_timeout(BEAT_SECONDS):
+                    self._check()
+                    _write(self._path, replace(self._holder, released=True))
             self._lost = self._lost or "this run has ended"
             self._ended.set()
 
@@ -94,106 +95,69 @@ class FolderLock:
                     self.beat()
             except LockLostError:
                 return
-            except OSError:
-                continue  # the next save reports a full disk or a lost mount
+            except _LATER:
+                continue
 
-    @contextmanager
-    def _own_file(self) -> Iterator[int | StorePath]:
-        """Open the lock file for the block; raise `LockLostError` if another process holds it."""
-        if self._lost is None and isinstance(self._path, StorePath):
-            newest = _newest(self._root)
-            if newest is None and not _create(self._root, self._number, self._holder):
-                newest = _newest(self._root)
-            if newest is not None and newest.number > self._number:
-                self._lost = f"{newest.who}, has taken it over"
-            else:
-                self._checked = time.monotonic()
-                yield self._path
-                return
-        elif self._lost is None:
-            try:
-                descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-            except OSError as error:
-                if error.errno not in _REMOVED:
-                    raise
-                descriptor = self._restored()
-            try:
-                holder = LockHolder.parse(os.pread(descriptor, _FILE_BYTES, 0))
-                if holder is not None and holder.token != self.token:
-                    self._lost = f"{holder.describe()}, has taken it over"
-                if self._lost is None:
-                    self._checked = time.monotonic()
-                    yield descriptor
-                    return
-            finally:
-                os.close(descriptor)
-        raise LockLostError(
-            f"this run lost its lease of {self._root}: {self._lost}; nothing was changed there "
-            "since; if this run is the one to go on, end the other and start this one again"
-        )
+    def _check(self) -> None:
+        """Raise `LockLostError` if another process holds the lock; write a file again that is gone.
 
-    def _restored(self) -> int:
-        """Create and open the lock file again, which was removed, perhaps with the folder.
-
-        If a successor removed it, the lock is lost. An unmounted file system raises `OSError`.
+        The file may have been removed by hand, perhaps with the folder. An unmounted file system
+        raises `OSError`.
         """
-        if self._root.stat().st_dev != self._device:
-            text = f"{self._root} is on another file system than at the start: is it still mounted?"
-            raise OSError(errno.ENODEV, text)
-        newest = _newest(self._root)
-        if newest is None and not _create(self._root, self._number, self._holder):
+        if self._lost is None:
             newest = _newest(self._root)
-        if newest is not None:
-            self._lost = f"{newest.who}, has taken it over"
-            return os.open(newest.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        return os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
-class LockWaiter:
-    """A process that wants the lock of `root`; `attempt` is called until it returns the lock.
-
-    Clocks of machines differ, so heartbeats are not compared with times: a holder counts as dead
-    if the heartbeat does not change for a minute of this process's own clock.
-    """
-
-    def __init__(self, root: Path, holder: LockHolder) -> None:
-        self._root = root
-        self._holder = holder
-        self._seen: _LockFile | None = None
-        self._seen_at = 0.0
-
-    def attempt(self) -> FolderLock | str:
-        """Return the lock or a description of the awaited holder; `UserError` if that run lives."""
-        newest = _newest(self._root)
-        if newest is None or self._is_free(newest):
-            number = 1 if newest is None else newest.number + 1
-            self._root.mkdir(parents=True, exist_ok=True)
-            if _create(self._root, number, self._holder):
-                return FolderLock(self._root, number, self._holder)
-            return "another run, which starts at this moment"
-        if self._seen is None:
-            self._seen, self._seen_at = newest, time.monotonic()
-        elif newest != self._seen:
-            raise UserError(
-                f"--save {self._root} is in use by {newest.who}: give another --save, or end that "
-                "run first"
+            if newest is None:
+                in_store = isinstance(self._root, StorePath)
+                if not in_store and self._root.stat().st_dev != self._device:
+                    where = f"{self._root} is on another file system than at the start"
+                    raise OSError(errno.ENODEV, f"{where}: is it still mounted?")
+                if not _create(self._root, self._number, self._holder):
+                    newest = _newest(self._root)
+            if newest is not None and newest.is_of_another(self._number, self.token):
+                self._lost = f"{newest.who}, has taken it over"
+        if self._lost is not None:
+            raise LockLostError(
+                f"this run lost its lease of {self._root}: {self._lost}; nothing was changed there "
+                "since; if this run is the one to go on, end the other and start this one again"
             )
-        return newest.who
+        self._checked = time.monotonic()
 
-    def _is_free(self, newest: _LockFile) -> bool:
-        holder = newest.holder
-        if holder is not None and (
-            holder.released or holder.is_same_job(self._holder) or holder.is_dead_here()
-        ):
-            return True
-        return newest == self._seen and time.monotonic() - self._seen_at >= STILL_SECONDS
+
+def attempts_to_lock(root: Path, holder: LockHolder) -> Iterator[FolderLock | str]:
+    """Try once in every turn to get the lock of `root`; yield the lock, or who holds it until then.
+
+    `UserError` if that run lives. Clocks of machines differ, so heartbeats are not compared with
+    times: a holder counts as dead if the heartbeat does not change for a minute of this process's
+    own clock.
+    """
+    seen: _LockFile | None = None
+    seen_at = 0.0
+    while True:
+        newest = _newest(root)
+        is_still = newest == seen and time.monotonic() - seen_at >= STILL_SECONDS
+        if newest is None or is_still or newest.is_free_for(holder):
+            number = 1 if newest is None else newest.number + 1
+            root.mkdir(parents=True, exist_ok=True)
+            if _create(root, number, holder):
+                yield FolderLock(root, number, holder)
+                return
+            yield "another run, which starts at this moment"
+            continue
+        if seen is None:
+            seen, seen_at = newest, time.monotonic()
+        elif newest != seen:
+            raise UserError(
+                f"--save {root} is in use by {newest.who}: give another --save, or end that run "
+                "first"
+            )
+        yield newest.who
 
 
 @dataclass(frozen=True, slots=True)
 class _LockFile:
     """A lock file as it was read; two reads are equal if there was no heartbeat in between."""
 
-    path: Path
+    name: str
     number: int
     content: bytes
     holder: LockHolder | None  # the process named in the file; None: the file is damaged
@@ -202,8 +166,19 @@ class _LockFile:
     def who(self) -> str:
         """Description of the holder. A live holder repairs a damaged file by a heartbeat."""
         if self.holder is None:
-            return f"an unknown run ({self.path.name} is damaged)"
+            return f"an unknown run ({self.name} is damaged)"
         return self.holder.describe()
+
+    def is_of_another(self, number: int, token: str) -> bool:
+        """Return whether another process holds the lock than that of a number and a token."""
+        return self.number > number or (self.holder is not None and self.holder.token != token)
+
+    def is_free_for(self, other: LockHolder) -> bool:
+        """Return whether the holder has ended, or is an earlier start of another process's job."""
+        holder = self.holder
+        return holder is not None and (
+            holder.released or holder.is_same_job(other) or holder.is_dead_here()
+        )
 
 
 def _newest(root: Path) -> _LockFile | None:
@@ -222,7 +197,7 @@ def _newest(root: Path) -> _LockFile | None:
             if error.errno in _REMOVED:
                 continue  # by a successor, just now
             raise
-        return _LockFile(path, max(numbers), content, LockHolder.parse(content))
+        return _LockFile(path.name, max(numbers), content, LockHolder.parse(content))
     return None
 
 
@@ -244,35 +219,23 @@ def _create(root: Path, number: int, holder: LockHolder) -> bool:
 
     A slow waiter may create a number that later holders have passed and removed. If a file system
     lets several processes create one file, the last writer holds the lock, and the other processes
-    lose it at their next check.
+    lose it at their next check. A store that lets more than one create an object is refused.
     """
     path = _path(root, number)
     if isinstance(path, StorePath):
-        return _create_object(path, _content(holder)) and _is_newest(root, number)
+        if not path.create(_content(holder)):
+            return False
+        if path.create(b"a second time"):
+            raise UserError(
+                f"--save {root}: its store overwrites where it is asked not to (If-None-Match), "
+                "so that two runs could save there: give another --save"
+            )
+        return _is_newest(root, number)
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        _write(path, holder, is_new=True)
     except FileExistsError:
         return False
-    try:
-        _overwrite(descriptor, holder)
-    except OSError:  # a full disk: an empty lock would be watched for a minute
-        path.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(descriptor)
     return _is_newest(root, number)
-
-
-def _create_object(path: StorePath, content: bytes) -> bool:
-    """Create a lock object, which one process alone can do; `UserError` if its store lets more."""
-    if not path.create(content):
-        return False
-    if path.create(b"a second time"):
-        raise UserError(
-            f"--save {path.parent}: its store overwrites where it is asked not to (If-None-Match), "
-            "so that two runs could save there: give another --save"
-        )
-    return True
 
 
 def _is_newest(root: Path, number: int) -> bool:
@@ -287,14 +250,24 @@ def _is_newest(root: Path, number: int) -> bool:
     return True
 
 
-def _overwrite(target: int | StorePath, holder: LockHolder) -> None:
+def _write(path: Path, holder: LockHolder, *, is_new: bool = False) -> None:
+    """Write a lock file in place: its holder, or a new one that no other process has created."""
     content = _content(holder)
-    if isinstance(target, StorePath):
-        target.write_bytes(content)
+    if isinstance(path, StorePath):
+        path.write_bytes(content)
         return
-    if os.pwrite(target, content, 0) != len(content):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.fsync(target)
+    flags = os.O_CREAT | os.O_EXCL if is_new else os.O_NONBLOCK
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | flags, 0o644)
+    try:
+        if os.pwrite(descriptor, content, 0) != len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(descriptor)
+    except OSError:
+        if is_new:  # a full disk: an empty lock would be watched for a minute
+            path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
 
 
 def _content(holder: LockHolder) -> bytes:

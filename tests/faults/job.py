@@ -46,7 +46,7 @@ class Point(StrEnum):
     STEP = "paro.training.loop:train_step"
     MICRO_BATCH = "paro.sharding.distributed_model:DistributedModel.forward_backward"
     EVALUATE = "paro.training.loop:evaluate"
-    CLAIM_FOLDER = "paro.checkpoint.folder_lock:LockWaiter.attempt"
+    CLAIM_FOLDER = "paro.checkpoint.agreement:attempts_to_lock"
     WRITE_FILES = "paro.checkpoint.save:write_files"
     WRITE_DATA = "paro.checkpoint.storage:BoundedWriter.write_data"
     UPLOAD = "paro.files.object_store:StorePath.upload"

@@ -26,7 +26,7 @@ from paro.checkpoint.folder_lock import (
     STILL_SECONDS,
     FolderLock,
     LockLostError,
-    LockWaiter,
+    attempts_to_lock,
 )
 from paro.checkpoint.lock_holder import LockHolder
 from paro.checkpoint.save import write_states
@@ -59,32 +59,32 @@ def holder(**changes: object) -> LockHolder:
 
 
 def take(root: Path, who: LockHolder) -> FolderLock:
-    lock = LockWaiter(root, who).attempt()
+    lock = next(attempts_to_lock(root, who))
     assert isinstance(lock, FolderLock), lock
     return lock
 
 
 def test_a_second_owner_is_refused_once_the_first_beats(tmp_path: Path) -> None:
     first = take(tmp_path, holder(**ELSEWHERE, slurm_job="77", since="2026-01-02 03:04:05+00:00"))
-    second = LockWaiter(tmp_path, holder())
+    second = attempts_to_lock(tmp_path, holder())
     before = files(tmp_path)
     message = "process 4321 on node7, SLURM job 77, since 2026-01-02 03:04:05+00:00"
-    assert second.attempt() == message
-    assert second.attempt() == message
+    assert next(second) == message
+    assert next(second) == message
     first.beat()
-    refused(second.attempt, f"--save {tmp_path} is in use by process 4321 on node7")
+    refused(second.__next__, f"--save {tmp_path} is in use by process 4321 on node7")
     assert files(tmp_path) == before == ["lease_1.json"]
     first.check()
 
 
 def test_a_heart_that_stands_still_for_a_minute_costs_the_lease(tmp_path: Path, clock: Any) -> None:
     first = take(tmp_path, holder(**ELSEWHERE))
-    second = LockWaiter(tmp_path, holder())
-    assert isinstance(second.attempt(), str)
+    second = attempts_to_lock(tmp_path, holder())
+    assert isinstance(next(second), str)
     clock.now += STILL_SECONDS - 0.1
-    assert isinstance(second.attempt(), str)
+    assert isinstance(next(second), str)
     clock.now += 0.2
-    lock = second.attempt()
+    lock = next(second)
     assert isinstance(lock, FolderLock)
     assert files(tmp_path) == ["lease_2.json"]
     for wakes_up in (first.check, first.beat, first.check):
@@ -135,12 +135,12 @@ def test_a_released_lease_is_free_and_its_number_is_not_used_again(tmp_path: Pat
 def test_of_several_at_once_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where one is later still: its number was used and removed again."""
     take(tmp_path, holder(**ELSEWHERE)).release()
-    old, late = folder_lock._newest(tmp_path), LockWaiter(tmp_path, holder())
+    old, late = folder_lock._newest(tmp_path), attempts_to_lock(tmp_path, holder())
     for number in (2, 3):
         winner = take(tmp_path, holder())
         with monkeypatch.context() as patch:
             patch.setattr(folder_lock, "_newest", lambda _root: old)  # what it read just before
-            assert late.attempt() == "another run, which starts at this moment"
+            assert next(late) == "another run, which starts at this moment"
         winner.check()
         assert files(tmp_path) == [f"lease_{number}.json"]
         winner.release()
@@ -170,27 +170,28 @@ def test_a_folder_that_was_removed_gets_its_lease_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 5000, b"[]", b'{"token": 5}', b"\xff" * 99])
 def test_a_damaged_lease_is_watched_too(tmp_path: Path, content: bytes, clock: Any) -> None:
     (tmp_path / "lease_9.json").write_bytes(content)
-    waiter = LockWaiter(tmp_path, holder())
-    assert waiter.attempt() == "an unknown run (lease_9.json is damaged)"
+    waiter = attempts_to_lock(tmp_path, holder())
+    assert next(waiter) == "an unknown run (lease_9.json is damaged)"
     clock.now += STILL_SECONDS
-    assert isinstance(waiter.attempt(), FolderLock)
+    assert isinstance(next(waiter), FolderLock)
     assert files(tmp_path) == ["lease_10.json"]
 
 
 def test_an_owner_that_lives_repairs_its_damaged_lease_in_printable_text(tmp_path: Path) -> None:
     first = take(tmp_path, holder(**ELSEWHERE | {"host": "\x1b[2J"}))
     (tmp_path / "lease_1.json").write_bytes(b"{")
-    second = LockWaiter(tmp_path, holder())
-    assert isinstance(second.attempt(), str)
+    second = attempts_to_lock(tmp_path, holder())
+    assert isinstance(next(second), str)
     first.beat()
-    refused(second.attempt, "is in use by process 4321 on ?[2J")
+    refused(second.__next__, "is in use by process 4321 on ?[2J")
     first.check()
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir])
 def test_only_a_regular_file_is_read(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "lease_1.json")
-    refused(LockWaiter(tmp_path, holder()).attempt, "lease_1.json is no regular file: remove it")
+    attempts = attempts_to_lock(tmp_path, holder())
+    refused(attempts.__next__, "lease_1.json is no regular file: remove it")
 
 
 def test_a_folder_that_cannot_be_listed_is_not_taken_for_one_without_a_lease(
@@ -199,7 +200,7 @@ def test_a_folder_that_cannot_be_listed_is_not_taken_for_one_without_a_lease(
     for name in ("listdir", "scandir"):
         monkeypatch.setattr(os, name, Mock(side_effect=PermissionError))
     with pytest.raises(PermissionError):
-        LockWaiter(tmp_path, holder()).attempt()
+        next(attempts_to_lock(tmp_path, holder()))
     assert not (tmp_path / "lease_1.json").exists()
 
 
@@ -235,15 +236,14 @@ def test_a_run_without_its_lease_renames_and_removes_nothing(
     """The lock is lost before one check after the other of the save."""
     finish_checkpoint(begin_checkpoint(tmp_path, 10), 10, {})
     ours = take(tmp_path, holder(rendezvous_id="a"))
-    check = ours._own_file
+    check = ours._check
     checks: list[list[str]] = []
 
     def lose(_self: FolderLock) -> None:
         checks.append(files(tmp_path))
         if len(checks) == when + 1:
             take(tmp_path, holder(rendezvous_id="a"))  # a restart of the same job, for example
-        with check():
-            pass
+        check()
 
     monkeypatch.setattr(FolderLock, "check", lose)
     with pytest.raises(LockLostError, match="has taken it over"):

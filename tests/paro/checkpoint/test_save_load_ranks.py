@@ -16,7 +16,7 @@ import torch.distributed as dist
 from paro.checkpoint import folder_lock
 from paro.checkpoint.agreement import lock_folders, ranks_that_save
 from paro.checkpoint.directory import latest_iteration
-from paro.checkpoint.folder_lock import FolderLock, LockLostError, LockWaiter
+from paro.checkpoint.folder_lock import FolderLock, LockLostError, attempts_to_lock
 from paro.checkpoint.load import LoadRequest
 from paro.errors import StorageError, UserError
 from tests.helpers.ranks import run_ranks
@@ -136,7 +136,8 @@ def found(root: Path) -> dict[str, list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folder_lock, "BEAT_SECONDS", 0.05)
         held = [
-            LockWaiter(root / f"{each} in use/a", holder(**ELSEWHERE)).attempt() for each in IN_USE
+            next(attempts_to_lock(root / f"{each} in use/a", holder(**ELSEWHERE)))
+            for each in IN_USE
         ]
         of_ranks = run_ranks(each, 4, root)
         for lock in held:

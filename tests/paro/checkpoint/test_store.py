@@ -25,7 +25,7 @@ from paro.checkpoint.directory import (
     iterations_in,
     retire_checkpoint,
 )
-from paro.checkpoint.folder_lock import LockLostError, LockWaiter
+from paro.checkpoint.folder_lock import LockLostError, attempts_to_lock
 from paro.checkpoint.manifest import MANIFEST, METADATA
 from paro.checkpoint.save import write_states
 from paro.checkpoint.storage import BoundedWriter
@@ -62,10 +62,10 @@ def test_a_lock_is_of_one_run_until_another_may_take_it(
     monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 60.0)
     elsewhere = partial(holder, boot_id="other")
     first = take(root, elsewhere(host="node1"))
-    waiting = LockWaiter(root, holder())
-    assert "node1" in str(waiting.attempt())
+    waiting = attempts_to_lock(root, holder())
+    assert "node1" in str(next(waiting))
     first.beat()
-    refused(waiting.attempt, f"--save {root} is in use", "node1")
+    refused(waiting.__next__, f"--save {root} is in use", "node1")
     (root / "lease_1.json").unlink()  # by hand: its holder writes it again
     first.check()
     first.release()
@@ -83,7 +83,8 @@ def test_a_store_that_overwrites_what_exists_and_what_renames_are_refused(
     root: StorePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StorePath, "create", lambda path, content: bool(path.write_bytes(content)))
-    refused(LockWaiter(root, holder()).attempt, f"--save {root}", "give another --save")
+    attempts = attempts_to_lock(root, holder())
+    refused(attempts.__next__, f"--save {root}", "give another --save")
     refused(lambda: CheckpointConfig(save=str(root), start_over=True), "--start-over", str(root))
 
 
