@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from paro.checkpoint.in_memory.folder import SnapshotFolder
 from paro.checkpoint.in_memory.snapshot import Snapshot
 from paro.errors import RunError, UserError
 from paro.files.checksum import crc32
-from paro.layout import Chunk, overlap, split
+from paro.layout import Chunk, split
 from paro.spec.states import ANCHOR, OUTER_MOMENTUM, PARAM, group_of, of_other_group
 
 _IN_FLIGHT = 4  # most messages of a rank at once, each at most one chunk of about 16 MiB
@@ -59,10 +60,11 @@ class SnapshotChunk(NamedTuple):
 
 
 class ChunkTransfer(NamedTuple):
-    """A chunk of a state on its way from one rank to another."""
+    """A part of a wanted chunk, which has a number on its target, on its way between two ranks."""
 
     source: int
     target: int
+    number: int
     state: str
     chunk: Chunk
 
@@ -125,7 +127,8 @@ def recover(
             filled = {of_other_group(name, held[0].group): states[name] for name in states}
         copies = _VerifiedSnapshots(folder, filled, of_ages, log)
         messages, lost = copies.plan()
-        missing = [want for want in lost if not _is_outer(want.state, states)]
+        everywhere = chain.from_iterable(lost)
+        missing = [want for want in everywhere if not _is_outer(want.state, states)]
         fatal = [want for want in missing if not may_be_missing(want.state)]
         if fatal:
             gone = {used.get(group_of(want.state), held[0]) for want in fatal}
@@ -148,7 +151,7 @@ def recover(
             groups={number: each.age[0] for number, each in used.items()},
             furthest=furthest,
             met=held[0].met,
-            lost_reference=copies.lacks(lost),
+            lost_reference=bool(lost[folder.control.world.rank]),
         )
     if held:
         log(f"local copies end at iteration {newest}: the checkpoint is as new")
@@ -215,56 +218,38 @@ class _VerifiedSnapshots:
             log(f"  passing over local copies: {line}")
         bad = {name for other in near for name in everyone[other]}
         self.of_node = [snapshot for snapshot in snapshots if snapshot.path.name not in bad]
-        self._folder = folder
-        self._on_node = _by_state(self.of_node)
+        self._control = folder.control
         self._of_this_rank = _by_state(mine)  # snapshots from which this rank sends
-        # {state: [(chunk that this rank needs, tensor to fill)]}
-        self._targets = {
-            name: [(Chunk(o, tuple(values.shape)), values) for o, values in state.chunks.items()]
-            for name, state in states.items()
-        }
+        # What this node holds, and what this rank wants of others, each with the tensor to fill.
+        self._here: list[tuple[SnapshotChunk, Tensor]] = []
+        self._wanted: list[tuple[StateChunk, Tensor]] = []
+        on_node = _by_state(self.of_node)
+        for name, state in states.items():
+            for offsets, values in state.chunks.items():
+                whole = Chunk(offsets, tuple(values.shape))
+                parts, missing = _parts(on_node, name, whole)
+                self._here += [(part, values[part.chunk.index_in(whole)]) for part in parts]
+                for chunk in missing:
+                    self._wanted.append((StateChunk(name, chunk), values[chunk.index_in(whole)]))
 
-    def plan(self) -> tuple[list[ChunkTransfer], list[StateChunk]]:
-        """Agree on the transfers of all ranks, and on the chunks that nobody holds."""
-        control = self._folder.control
-        wants: list[list[StateChunk]] = control.gather(
-            [
-                StateChunk(state, missing)
-                for state, targets in self._targets.items()
-                for chunk, _ in targets
-                for missing in _parts(self._on_node, state, chunk)[1]
-            ]
-        )
-        return assign(wants, control.gather(offers_for(wants, self._of_this_rank)))
-
-    def lacks(self, lost: Sequence[StateChunk]) -> bool:
-        """Return whether this rank wanted any of the lost chunks."""
-        return any(
-            overlap(chunk, want.chunk)
-            for want in lost
-            for chunk, _ in self._targets.get(want.state, ())  # none of another group's states
-        )
+    def plan(self) -> tuple[list[ChunkTransfer], list[list[StateChunk]]]:
+        """Agree on the transfers of all ranks, and on the chunks of each that nobody holds."""
+        wants = self._control.gather([want for want, _ in self._wanted])
+        return assign(wants, self._control.gather(offers_for(wants, self._of_this_rank)))
 
     def commons(self) -> dict[int, Mapping[str, Any]]:
         """Return the contents of common.json that the snapshots of every group have."""
         mine = {snapshot.record.group: snapshot.record.common for snapshot in self.of_node}
-        return {key: of for each in self._folder.control.gather(mine) for key, of in each.items()}
+        return {key: of for each in self._control.gather(mine) for key, of in each.items()}
 
     def fill(self, messages: Sequence[ChunkTransfer]) -> list[int]:
         """Fill the states; return the bytes from ranks' own nodes and from others, of all."""
-        sums = self._folder.control.sum([float(self._fill_from_node()), self._exchange(messages)])
-        return [*map(int, sums)]
-
-    def _fill_from_node(self) -> int:
-        """Copy the chunks that this node holds into the states; return the number of bytes."""
         num_bytes = 0
-        for state, targets in self._targets.items():
-            for chunk, values in targets:
-                for part in _parts(self._on_node, state, chunk)[0]:
-                    source = part.values()
-                    values[part.chunk.index_in(chunk)].copy_(source)
-                    num_bytes += source.nbytes
-        return num_bytes
+        for part, target in self._here:
+            values = part.values()
+            target.copy_(values)
+            num_bytes += values.nbytes
+        return [*map(int, self._control.sum([float(num_bytes), self._exchange(messages)]))]
 
     def _exchange(self, messages: Sequence[ChunkTransfer]) -> int:
         """Send and receive this rank's messages; return the number of bytes received.
@@ -272,7 +257,7 @@ class _VerifiedSnapshots:
         All ranks go through the messages in the same order with at most `_IN_FLIGHT` open. The
         first incomplete message is open on both sender and receiver, so there is no deadlock.
         """
-        rank = self._folder.control.world.rank
+        rank = self._control.world.rank
         open_ends: list[Callable[[], int]] = []
         received = 0
         for message in messages:
@@ -290,7 +275,7 @@ class _VerifiedSnapshots:
         values = part.values().contiguous().view(-1).view(torch.uint8)
         checksum = crc32(values.numpy()).to_bytes(_SUM_BYTES, "little")
         content = torch.cat([values, torch.frombuffer(bytearray(checksum), dtype=torch.uint8)])
-        work: Any = dist.isend(content, message.target, group=self._folder.control.group)
+        work: Any = dist.isend(content, message.target, group=self._control.group)
 
         def end() -> int:
             work.wait()
@@ -300,22 +285,18 @@ class _VerifiedSnapshots:
         return end
 
     def _receive(self, message: ChunkTransfer) -> Callable[[], int]:
-        target, values = next(
-            (chunk, values)
-            for chunk, values in self._targets[message.state]
-            if overlap(chunk, message.chunk) == message.chunk
-        )
-        num_bytes = message.chunk.numel * values.element_size()
+        want, values = self._wanted[message.number]
+        target = values[message.chunk.index_in(want.chunk)]
+        num_bytes = target.nbytes
         content = torch.empty(num_bytes + _SUM_BYTES, dtype=torch.uint8)
-        work: Any = dist.irecv(content, message.source, group=self._folder.control.group)
+        work: Any = dist.irecv(content, message.source, group=self._control.group)
 
         def end() -> int:
             work.wait()
             checksum = int.from_bytes(content[-_SUM_BYTES:].numpy().tobytes(), "little")
             if crc32(content[:-_SUM_BYTES].numpy()) != checksum:
                 raise RunError(f"{message.state} from rank {message.source} was changed on its way")
-            part = content[:-_SUM_BYTES].view(values.dtype).view(message.chunk.sizes)
-            values[message.chunk.index_in(target)].copy_(part)
+            target.copy_(content[:-_SUM_BYTES].view(target.dtype).view(target.shape))
             return num_bytes
 
         return end
@@ -357,14 +338,18 @@ def offers_for(wants: Sequence[Sequence[StateChunk]], held: _ByState) -> list[Ch
 
 def assign(
     wants: Sequence[Sequence[StateChunk]], offers: Sequence[Sequence[ChunkOffer]]
-) -> tuple[list[ChunkTransfer], list[StateChunk]]:
-    """Assign parts of wanted chunks to the holders that send least; also return unheld parts."""
+) -> tuple[list[ChunkTransfer], list[list[StateChunk]]]:
+    """Assign parts of wanted chunks to the holders that send least.
+
+    Also return the parts that each rank wants and none holds.
+    """
     by_want: dict[tuple[int, int], list[tuple[int, Chunk]]] = defaultdict(list)
     for source, of_source in enumerate(offers):
         for wanted_by, number, part in of_source:
             by_want[wanted_by, number].append((source, part))
     load = [0] * len(offers)
-    messages, lost = [], []
+    messages = []
+    lost: list[list[StateChunk]] = [[] for _ in wants]
     for target, of_target in enumerate(wants):
         for number, (state, want) in enumerate(of_target):
             left = [want]
@@ -373,7 +358,7 @@ def assign(
             ):
                 parts, left = split(left, chunk)
                 for part in parts:
-                    messages.append(ChunkTransfer(source, target, state, part))
+                    messages.append(ChunkTransfer(source, target, number, state, part))
                     load[source] += part.numel
-            lost += [StateChunk(state, chunk) for chunk in left]
+            lost[target] += [StateChunk(state, chunk) for chunk in left]
     return messages, lost

@@ -223,8 +223,8 @@ def test_each_part_comes_from_the_holder_that_sends_least() -> None:
     whole = Chunk((0,), (6,))
     wants = [[StateChunk("a", whole), StateChunk("b", row[0])], [], []]
     offers = [[], [(0, 0, whole), (0, 1, row[0])], [(0, 0, row[1]), (0, 1, row[0])]]
-    messages = [ChunkTransfer(1, 0, "a", whole), ChunkTransfer(2, 0, "b", row[0])]
-    assert assign(wants, offers) == (messages, [])
+    messages = [ChunkTransfer(1, 0, 0, "a", whole), ChunkTransfer(2, 0, 1, "b", row[0])]
+    assert assign(wants, offers) == (messages, [[], [], []])
 
 
 def test_a_rank_offers_only_parts_that_it_holds_of_chunks_that_are_wanted() -> None:
