@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,17 @@ def saved_fields(model: LlamaConfig) -> dict[str, Any]:
     values = asdict(model)
     free = _FREE_FIELDS.union(name for name in values if name.startswith("fuses_"))
     return {name: value for name, value in values.items() if name not in free}
+
+
+def as_read(record: Mapping[str, Any], kind: Any = None) -> dict[str, Any]:
+    """Return a record as JSON has it (tuples become lists), with the defaults of a dataclass.
+
+    A field that was added after a checkpoint had been written has its default there.
+    """
+    added = () if kind is None else (each for each in fields(kind) if each.default is not MISSING)
+    values = {**{field.name: field.default for field in added}, **record}
+    read: dict[str, Any] = json.loads(json.dumps(values))
+    return read
 
 
 def is_of_positions(name: str) -> bool:

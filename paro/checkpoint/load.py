@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ from model.config import LlamaConfig, LoraConfig, is_adapter
 from paro.checkpoint.agreement import CheckpointRanks, with_one_folder
 from paro.checkpoint.base import has_adapters, open_base
 from paro.checkpoint.chunks import ChunkedState, begin_without, chunked_states, may_be_missing
-from paro.checkpoint.config import SavedRun, find_saved, is_of_positions, read_saved
+from paro.checkpoint.config import SavedRun, as_read, find_saved, is_of_positions, read_saved
 from paro.checkpoint.directory import candidates
 from paro.checkpoint.storage import CheckedReader
 from paro.distributed.control import Control
@@ -237,13 +236,10 @@ def _check_states(states: dict[str, ChunkedState], saved: Mapping[str, object]) 
 def _check_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raise `UserError` for the first field that differs, even if all shapes are equal.
 
-    Shapes do not distinguish 8 heads of 16 channels from 4 heads of 32 channels. A field that was
-    added after the checkpoint had been written has its default there.
+    Shapes do not distinguish 8 heads of 16 channels from 4 heads of 32 channels.
     """
-    if there:
-        others = (item for item in fields(LlamaConfig) if item.default is not MISSING)
-        there = {**{item.name: item.default for item in others}, **there}
-    for name, value in json.loads(json.dumps(dict(here))).items():
+    there = as_read(there, LlamaConfig) if there else {}
+    for name, value in as_read(here).items():
         if name in there and there[name] != value:
             text = f"{_MISMATCH}: {name} is {there[name]} there and {value} here"
             if name == "vocab_size":  # padded rows; no tokenizer flag has their number

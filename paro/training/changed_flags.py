@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from data.blend import PHASES
 from data.blended_dataset import PhasedDataset
 from data.loader import Datasets
 from data.sample_order import parse_split
+from paro.checkpoint.config import as_read
 from paro.errors import flag_of
 from paro.files.checksum import crc32
 
@@ -87,7 +87,7 @@ def order_changes(common: Record, order: Record) -> Iterator[str]:
     """
     consumed = common["state"]["consumed_train_samples"]
     saved = _in_phase(common.get("order") or {"epochs": common.get("train_order")}, consumed)
-    now = _in_phase(_as_read(order), consumed)
+    now = _in_phase(as_read(order), consumed)
     if now["phase_start"] == consumed > 0:
         return  # nothing of the phase has been read yet
     changes = list(_data_changes(saved, now))
@@ -117,23 +117,18 @@ def schedule_change(
     common: Record, schedule: ScheduleConfig, train: TrainConfig, batches: BatchSchedule
 ) -> str | None:
     """Name the flag that changed the learning rate or weight decay schedule, if one did."""
-    saved, now = common.get("schedule") or {}, _as_read(asdict(schedule))
-    if saved:  # a field that was added after the checkpoint had been written has its default
-        others = (item for item in fields(schedule) if item.default is not MISSING)
-        saved = {**{item.name: item.default for item in others}, **saved}
+    saved, now = common.get("schedule") or {}, as_read(asdict(schedule))
+    saved = as_read(saved, schedule) if saved else {}
     differ = [name for name in now if name in saved and saved[name] != now[name]]
     if _TOTAL in differ and all(each.get(_START) == each.get(_END) for each in (saved, now)):
         differ.remove(_TOTAL)  # weight decay is constant
     for name in differ:
         if name == _TOTAL or (name in _LENGTHS and _follows_total(name, saved, now)):
             continue
-        unit = " samples" if name in _LENGTHS else ""
-        flag = (_LENGTHS | _WEIGHT_DECAY).get(name, flag_of(name))
-        text = f"{flag} was {saved[name]}{unit} and is {now[name]}{unit}"
-        return text.replace(f"None{unit}", "not given")
+        return _change(name, saved, now)
     if not differ:
         return None
-    lengths = _as_read(_length_record(train, batches))
+    lengths = as_read(_length_record(train, batches))
     causes = list(_length_changes(common.get("order") or {}, lengths))
     cause = " and ".join(causes) or "--train-iters, --train-samples or --global-batch-size changed"
     return f"{cause}: it ends after {now[_TOTAL]} samples instead of {saved[_TOTAL]}"
@@ -215,14 +210,10 @@ def _follows_total(name: str, saved: Record, now: Record) -> bool:
 
 
 def _change(name: str, saved: Record, now: Record) -> str:
+    unit = " samples" if name in _LENGTHS else ""
     before, after = (
-        " ".join(map(str, value)) if isinstance(value, list) else value
+        " ".join(map(str, value)) if isinstance(value, list) else f"{value}{unit}"
         for value in (saved[name], now[name])
     )
-    flag = flag_of(name)
-    return f"{flag} was {before} and is {after}".replace("None", "not given")
-
-
-def _as_read(record: Record) -> dict[str, Any]:
-    """Return a record after a JSON round trip (tuples become lists), as saved records are."""
-    return json.loads(json.dumps(record))
+    flag = (_LENGTHS | _WEIGHT_DECAY).get(name, flag_of(name))
+    return f"{flag} was {before} and is {after}".replace(f"None{unit}", "not given")

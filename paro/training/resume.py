@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +12,13 @@ from data.tokenizer_config import unpadded_vocab_size
 from model.config import LlamaConfig
 from model.units import BY_VOCABULARY, parameter_shapes
 from paro.checkpoint.base import as_base, stored_parameters
-from paro.checkpoint.config import CheckpointConfig, SavedRun, is_of_positions, saved_fields
+from paro.checkpoint.config import (
+    CheckpointConfig,
+    SavedRun,
+    as_read,
+    is_of_positions,
+    saved_fields,
+)
 from paro.checkpoint.directory import BaseCheckpoint
 from paro.checkpoint.in_memory.recovery import Recovery
 from paro.config.record import recorded_arguments
@@ -90,10 +96,6 @@ def check_source(checkpoint: CheckpointConfig, train: TrainConfig, control: Cont
             )
 
 
-# Fields that a checkpoint does not have were added to the model later.
-_DEFAULTS = {item.name: item.default for item in fields(LlamaConfig)}
-
-
 def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
     """Load model and optimizer from --load; return `FROM_NOTHING` if there is no checkpoint."""
     # Imported here because importing torch.distributed.checkpoint takes half a second.
@@ -141,7 +143,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
         )
     for line in regrouped_lines(f"--load {flags.load}", common, training):
         log.log0(line)
-    _log_positions(positions, {**_DEFAULTS, **common.get("model", {})}, log)
+    _log_positions(positions, as_read(common.get("model", {}), LlamaConfig), log)
     state = None
     if common.get("parameters_only"):
         log.log0(f"--load {flags.load} is a converted model: training begins with it")
