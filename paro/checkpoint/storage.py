@@ -104,7 +104,7 @@ class BoundedWriter(FileSystemWriter):
         return results
 
 
-class _SummingStream:
+class _SummingStream(io.RawIOBase):
     """A stream of one chunk into a file that computes the checksum during the writes."""
 
     def __init__(self, file: io.FileIO) -> None:
@@ -125,9 +125,6 @@ class _SummingStream:
             self.failure = error
             raise
         return len(view)
-
-    def flush(self) -> None:
-        """Do nothing: nothing is buffered."""
 
 
 class ChunkRead(NamedTuple):
