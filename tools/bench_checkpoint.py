@@ -209,7 +209,7 @@ def steps_during_saves(args: argparse.Namespace, control: Control) -> dict[str, 
     while len(with_save) < args.steps:
         training.model.wait_for_updated_params()
         staging.append(timed(control, lambda: saver.write(state)))
-        while any(control.gather(saver.under_way)):
+        while any(control.gather(saver.background.is_running)):
             with_save.append(step())
         saver.settle()
         without += [step() for _ in range(2)]

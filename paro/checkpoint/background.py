@@ -84,11 +84,6 @@ class Background:
         return failure
 
     @property
-    def is_started(self) -> bool:
-        """True if `wait` was not called since the last job was started; the job may have ended."""
-        return self._thread is not None
-
-    @property
     def is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 

@@ -160,11 +160,13 @@ def describe_saved(root: Path) -> str | None:
     return f"a {TRACKER}" if (root / TRACKER).exists() else None
 
 
-def set_aside(root: Path, number: int) -> Path | None:
+def set_aside(root: Path, number: int, check: Callable[[], None] = lambda: None) -> Path | None:
     """Move all checkpoints into a subfolder, which can be loaded like the root; None without any.
 
-    The tracker is moved last: after a crash before that, a new run still refuses the root.
+    The tracker is moved last: after a crash before that, a new run still refuses the root. `check`
+    raises if another run holds the folder now.
     """
+    check()
     if describe_saved(root) is None:
         return None
     earlier = root / f"{MARK}{number}"
@@ -307,15 +309,9 @@ def retire_checkpoint(root: Path, *, before: int, interval: int) -> None:
     if older % interval == 0:
         return
     directory = iteration_directory(root, older)
-    if isinstance(root, StorePath):
-        remove_folder(directory)
-        return
-    partial = directory.with_suffix(_PARTIAL)
-    try:
-        directory.rename(partial)
-    except OSError:
-        return  # another rank was faster
-    shutil.rmtree(partial, ignore_errors=True)
+    if not isinstance(root, StorePath):
+        directory = directory.rename(directory.with_suffix(_PARTIAL))
+    remove_folder(directory)
 
 
 def remove_folder(folder: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paro.checkpoint.agreement import LockedFolders, ranks_that_save
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from paro.config.run import RunConfig
 
 
+@dataclass(eq=False)
 class Saver:
     """The checkpoint writer of a run under --save, synchronous or in the background.
 
@@ -40,31 +41,27 @@ class Saver:
     these groups while the training thread uses the run's groups. `facts` go to progress.txt.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        training: Training,
-        log: Log,
-        locked: LockedFolders,
-        *,
-        facts: RunFacts | None = None,
-        resumed: Resumed = FROM_NOTHING,
-    ) -> None:
+    config: RunConfig
+    training: Training
+    log: Log
+    locked: InitVar[LockedFolders]
+    _: KW_ONLY
+    facts: RunFacts | None = None
+    resumed: Resumed = FROM_NOTHING
+
+    def __post_init__(self, locked: LockedFolders) -> None:
         # Imported here, since torch.distributed.checkpoint would delay the first save by 0.5 s.
         from paro.checkpoint.save import write_states
 
+        config, log, resumed = self.config, self.log, self.resumed
         assert config.checkpoint.save is not None, "nowhere to save"
-        self._config = config
-        self._training = training
-        self._log = log
         self._progress: ProgressFile | None = None
-        if config.report.log_progress and facts is not None:
+        if config.report.log_progress and self.facts is not None:
             start = 0 if resumed.state is None else resumed.state.consumed_train_samples
             folder, job = config.checkpoint.save, read_job_id()
-            self._progress = ProgressFile(folder, facts, log, start_samples=start, job_id=job)
-        self._resumed = resumed
+            self._progress = ProgressFile(folder, self.facts, log, start_samples=start, job_id=job)
         self._root = path_of(config.checkpoint.save)
-        self._background = Background()
+        self.background = Background()
         self._copy = HostCopy()
         self._write_states = write_states
         self._under_way = 0  # the iteration of the last save that began
@@ -74,8 +71,7 @@ class Saver:
         is_saved = config.checkpoint.continues and resumed.recovery is None
         loaded = resumed.state if is_saved else None
         self._saved = self._whole = None if loaded is None else loaded.iteration
-        control = training.control
-        self._ranks = ranks_that_save(locked, control, config.runtime.timeout)
+        self._ranks = ranks_that_save(locked, self.training.control, config.runtime.timeout)
         if len(locked.folders) > 1:
             log.log0(
                 f"--save {self._root} is another folder on {len(locked.folders)} sets of ranks: "
@@ -90,27 +86,17 @@ class Saver:
         lock = self._ranks.lock
         if lock is not None and lock.is_lost:
             return True
-        return self._background.failed and self._config.checkpoint.on_save_failure == "stop"
-
-    @property
-    def under_way(self) -> bool:
-        """True if this rank's save thread is still writing."""
-        return self._background.is_running
+        return self.background.failed and self.config.checkpoint.on_save_failure == "stop"
 
     def _set_aside(self) -> None:
         """Move another run's checkpoints in --save aside, under the same name on every node."""
         number = max(self._ranks.everyone.gather(next_number(self._root)))
-
-        def move() -> Path | None:
-            self._ranks.check_lock()
-            return set_aside(self._root, number)
-
-        earlier = self._ranks.first_decides(move, f"--save {self._root}")
-        if earlier is not None:
-            self._log.log0(f"--start-over: what --save {self._root} held is in {earlier} now")
+        move = partial(set_aside, self._root, number, self._ranks.check_lock)
+        if (earlier := self._ranks.first_decides(move, f"--save {self._root}")) is not None:
+            self.log.log0(f"--start-over: what --save {self._root} held is in {earlier} now")
 
     def is_due(self, iteration: int) -> bool:
-        interval = self._config.checkpoint.save_interval
+        interval = self.config.checkpoint.save_interval
         return interval is not None and iteration % interval == 0
 
     def save(self, state: TrainState) -> None:
@@ -129,12 +115,12 @@ class Saver:
     def write(self, state: TrainState) -> bool:
         """Save the run, or start an async save; False if it failed and training continues."""
         if not self.settle():
-            self._log.log0(f"trying again at iteration {state.iteration}")
-        config, training = self._config, self._training
+            self.log.log0(f"trying again at iteration {state.iteration}")
+        config, training = self.config, self.training
         training.optimizer.outer.wait()
         self._refuse_not_finite(state)
         groups = record_of_groups(training, state)
-        shards = training.optimizer.flat_shards(frozen=self._resumed.base is None)
+        shards = training.optimizer.flat_shards(frozen=self.resumed.base is None)
         if config.checkpoint.no_save_optim:
             shards = (shard for shard in shards if shard.state in (PARAM, EMA))
         states = chunked_states(shards, writers=self._ranks.folder_ranks)
@@ -145,9 +131,9 @@ class Saver:
             self._root,
             state.iteration,
             states,
-            common_record(config, training, self._resumed, state, groups),
+            common_record(config, training, self.resumed, state, groups),
             ranks=self._ranks,
-            log=self._log.log0,
+            log=self.log.log0,
         )
         self._under_way = state.iteration
         # The last complete checkpoint is good if a later step succeeded from its state. While steps
@@ -161,12 +147,11 @@ class Saver:
                 job()
             except (UserError, StorageError) as error:  # all ranks raise the same error
                 return self._give_up(error)
-            self._whole = state.iteration
         if self._progress is not None:
             samples = state.consumed_train_samples
             self._progress.saved(state.iteration, samples, is_async=is_async)
         if is_async:
-            self._background.start(job)
+            self.background.start(job)
         return True
 
     def settle(self) -> bool:
@@ -174,20 +159,16 @@ class Saver:
 
         Raises `LockLostError` on all ranks if another run has taken the folder's lock.
         """
-        is_async = self._background.is_started
-        failure = self._background.wait()
+        failure = self.background.wait()
         if failure is not None and not isinstance(failure, (UserError, StorageError)):
             raise failure
         with self._ranks.raise_on_all_ranks(name_rank=False), suppress(OSError), store_timeout(5):
             self._ranks.check_lock()  # a missing folder is no error here: the next save reports it
-        if failure is None:
-            self._whole = self._under_way if is_async else self._whole
-            return True
-        return self._give_up(failure)
+        return failure is None or self._give_up(failure)
 
     def resume_hint(self, state: TrainState) -> str:
         """Say how to load the last good iteration that was saved; collective."""
-        self._background.wait()  # ignore a failed save: the hint names what is on disk
+        self.background.wait()  # ignore a failed save: the hint names what is on disk
         fine = state.iteration - state.expected.skipped_in_a_row
         good = self._ranks.first_decides(
             lambda: newest_good(self._root, last_fine=fine), f"--save {self._root}"
@@ -202,9 +183,9 @@ class Saver:
     def _retire_and_write(self, good: int | None, write: Callable[[], None]) -> None:
         """Remove the checkpoint before the last `good` checkpoint, then write a new checkpoint.
 
-        With --async-save it runs on the save thread, and records that the new one is complete.
+        With --async-save it runs on the save thread.
         """
-        interval = self._config.checkpoint.save_retain_interval
+        interval = self.config.checkpoint.save_retain_interval
         # Other ranks wait meanwhile, for the limit at most.
         with store_timeout(LimitedWait.limit_seconds / 3):
             if interval is not None and good is not None and self._ranks.is_first_of_folder:
@@ -213,7 +194,8 @@ class Saver:
                     self._ranks.check_lock()
                     retire_checkpoint(self._root, before=good, interval=interval)
             write()
-        if self._config.checkpoint.async_save and self._progress is not None:
+        self._whole = self._under_way
+        if self.config.checkpoint.async_save and self._progress is not None:
             self._progress.finished(self._under_way)
 
     def _refuse_not_finite(self, state: TrainState) -> None:
@@ -221,7 +203,7 @@ class Saver:
 
         That of a group which trains alone may have: the next round leaves the group out.
         """
-        wrong = not_finite(shared_shards(self._training), self._training.control)
+        wrong = not_finite(shared_shards(self.training), self.training.control)
         if wrong is not None:
             raise RunError(
                 f"iteration {state.iteration} is not saved: {wrong} is not finite; "
@@ -231,7 +213,7 @@ class Saver:
     def _give_up(self, error: UserError | StorageError) -> bool:
         message = f"iteration {self._under_way} is not saved: {error}"
         is_lost = isinstance(error, LockLostError)
-        if is_lost or self._config.checkpoint.on_save_failure == "stop":
+        if is_lost or self.config.checkpoint.on_save_failure == "stop":
             raise type(error)(message) from error
-        self._log.log0(f"{message}; training continues (--on-save-failure continue)")
+        self.log.log0(f"{message}; training continues (--on-save-failure continue)")
         return False

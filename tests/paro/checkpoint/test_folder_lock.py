@@ -275,7 +275,7 @@ def test_a_run_without_its_lease_retires_nothing(tmp_path: Path) -> None:
     ours = alone(take(tmp_path, holder(rendezvous_id="a")))
     checkpoint = SimpleNamespace(save_retain_interval=100)
     saver: Any = SimpleNamespace(
-        _root=tmp_path, _ranks=ours, _config=SimpleNamespace(checkpoint=checkpoint)
+        _root=tmp_path, _ranks=ours, config=SimpleNamespace(checkpoint=checkpoint)
     )
     take(tmp_path, holder(rendezvous_id="a"))
     with pytest.raises(LockLostError, match="has taken it over"):
