@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,6 +31,7 @@ from paro.checkpoint.manifest import (
     Manifest,
     damaged,
     library_versions,
+    sync,
     write_durably,
     write_manifest,
 )
@@ -356,12 +356,3 @@ def _refuse_strangers(root: Path) -> None:
 
 def _next_tracker(partial: Path) -> Path:
     return partial.with_name(f"{TRACKER}.{partial.name}")
-
-
-def sync(path: Path) -> None:
-    """Fsync a file, or the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -253,12 +253,19 @@ def write_durably(path: Path, text: str) -> ChunkSums:
     content = text.encode()
     if isinstance(path, StorePath):
         create_object(path, content)
-        return sum_of(content)
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    else:
+        path.write_bytes(content)
+        sync(path)
     return sum_of(content)
+
+
+def sync(path: Path) -> None:
+    """Fsync a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _canonical(facts: Mapping[str, Any]) -> bytes:

@@ -54,8 +54,9 @@ def read_metadata(directory: Path, *, others: bool = False) -> Metadata:
     path = directory / METADATA
     try:
         content = read_bytes(path, max_bytes=MAX_BYTES)
-        kind = _InertUnpickler if others else _MetadataUnpickler
-        metadata: Metadata = kind(BytesIO(content)).load()
+        unpickler = _MetadataUnpickler(BytesIO(content))
+        unpickler.others = others
+        metadata: Metadata = unpickler.load()
         _check(metadata)
     except Exception as error:  # an unpickler fails in many ways, and so do forged fields
         check_access(path, error)
@@ -95,11 +96,12 @@ class _MetadataUnpickler(pickle._Unpickler):
         (_MODULE, "_MEM_FORMAT_ENCODING"): _MEM_FORMAT_ENCODING,
     }
     stack: list[Any]
+    others: bool  # whether all other classes become inert objects, and are no error
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self.classes:
+        if not self.others and (module, name) not in self.classes:
             raise pickle.UnpicklingError(f"it refers to {module}.{name}")
-        return self.classes[module, name]
+        return self.classes.get((module, name), InertObject)
 
 
 class InertObject:
@@ -110,13 +112,6 @@ class InertObject:
 
     def __setstate__(self, _state: Any) -> None:
         pass
-
-
-class _InertUnpickler(_MetadataUnpickler):
-    """An unpickler that makes inert objects of all other classes."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return self.classes.get((module, name), InertObject)
 
 
 def _checked(opcode: bytes, check: Callable[[list[Any]], bool], fault: str) -> None:

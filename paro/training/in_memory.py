@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,37 +45,39 @@ _FREE_GROUPS = ("dry run", "logging", "profiling")
 _FREE = ("exit_interval", "exit_duration_in_mins", "exit_signal", "exit_signal_handler")
 
 
+@dataclass(eq=False)
 class InMemoryCheckpointer:
     """The in-memory checkpoints of this rank; every method but `start` and `wait` is collective."""
 
-    def __init__(self, config: RunConfig, folder: SnapshotFolder, log: Log) -> None:
-        assert config.in_memory_interval is not None, "local copies are off"
-        self._config = config
-        self._interval = config.in_memory_interval
-        self._folder = folder
-        self._log = log
+    config: RunConfig
+    folder: SnapshotFolder
+    log: Log
+
+    def __post_init__(self) -> None:
+        assert self.config.in_memory_interval is not None, "local copies are off"
+        self._interval = self.config.in_memory_interval
         self.background = Background()
-        self._start: int = folder.control.gather(time.time_ns())[0]
+        self._start: int = self.folder.control.gather(time.time_ns())[0]
         self._met = (-1, self._start)  # when all groups last agreed, see `Snapshot.met`
-        self._copy = _Copier(folder.control.device)
+        self._copy = _Copier(self.folder.control.device)
 
     def recover(self, training: Training) -> Resumed | None:
         """Load the newest iteration that the nodes hold; return None to load from --load instead.
 
         Snapshots that are no newer than the checkpoint of --load are not used.
         """
-        begin, flags, control = time.monotonic(), self._config.checkpoint, self._folder.control
+        begin, flags, control = time.monotonic(), self.config.checkpoint, self.folder.control
         saved, is_first = None, control.world.rank == 0
         with control.raise_on_all_ranks():
             if is_first and flags.load and flags.continues and flags.ckpt_step is None:
                 saved = find_saved(path_of(flags.load))
         newest = control.gather(-1 if saved is None else saved.manifest.iteration)[0]
         recovery = recover(
-            self._folder,
+            self.folder,
             chunked_states(training.optimizer.flat_shards()),
-            identifying_flags(self._config.command_line, training.groups_alone),
+            identifying_flags(self.config.command_line, training.groups_alone),
             newer_than=newest,
-            log=self._log.log0,
+            log=self.log.log0,
             group=training.optimizer.outer.group,
         )
         if recovery is None:
@@ -83,19 +85,19 @@ class InMemoryCheckpointer:
         self._met = recovery.met
         with training.traffic.paused():
             for line in restore_group(recovery, training):
-                self._log.log0(line)
+                self.log.log0(line)
             training.optimizer.loaded(
                 num_steps=int(recovery.common["num_optimizer_steps"]),
                 num_averaged=int(recovery.common.get("num_averaged", 0)),
             )
         training.exposed_timer.take()  # discard waits during loading: they belong to no step
         recovery = replace(recovery, seconds=time.monotonic() - begin)
-        self._log.log0(
+        self.log.log0(
             f"  recovered iteration {recovery.iteration} from local copies: "
             f"{size_text(recovery.own_node_bytes)} from the ranks' own nodes, "
             f"{size_text(recovery.other_nodes_bytes)} from other nodes, in {recovery.seconds:.2f} s"
         )
-        state = state_of(recovery.common, self._config, self._log, "local copies")
+        state = state_of(recovery.common, self.config, self._log, "local copies")
         # Groups that are not as far as another do not evaluate again.
         state.consumed_valid_samples = recovery.furthest["state"]["consumed_valid_samples"]
         return Resumed(state, recovery.common["base"], recovery, recovery.common)
@@ -105,34 +107,34 @@ class InMemoryCheckpointer:
 
         After a recovery also write the first snapshot, and remove those of earlier starts.
         """
-        control, near = self._folder.control, self._folder.folder_ranks
+        control, near = self.folder.control, self.folder.folder_ranks
         optimizer, self._training = training.optimizer, training
         states = chunked_states(optimizer.flat_shards(), writers=writers_of(training, near))
         rank = control.world.rank
         self._name = f"rank-{rank:05d}-{self._start:x}"
         self._writer = SnapshotWriter(
-            self._folder.path,
+            self.folder.path,
             name=self._name,
             rank=rank,
             states=states,
-            flags=identifying_flags(self._config.command_line, training.groups_alone),
+            flags=identifying_flags(self.config.command_line, training.groups_alone),
             constant=states.keys() - chunked_states(optimizer.flat_shards(frozen=False)).keys(),
             group=optimizer.outer.group,
         )
         everywhere = control.gather(NUM_SLOTS * self._writer.num_bytes)
         num_bytes = sum(everywhere[each] for each in near)
-        check_room(self._folder, num_bytes, available_host_bytes())
-        self._record = partial(common_record, self._config, training, resumed)
+        check_room(self.folder, num_bytes, available_host_bytes())
+        self._record = partial(common_record, self.config, training, resumed)
         every = every_text(self._interval)
-        self._log.log0(
+        self.log.log0(
             f"> local copies: {every}, two generations, {size_text(num_bytes)} of memory on this "
-            f"node, in {self._folder.path}"
+            f"node, in {self.folder.path}"
         )
         if resumed.recovery is not None and resumed.state is not None:
             with control.raise_on_all_ranks(name_rank=True):
                 self._begin_copy(resumed.state)
                 self.wait()
-            self._folder.remove_share(lambda name: f"-{self._start:x}." not in name)
+            self.folder.remove_share(lambda name: f"-{self._start:x}." not in name)
 
     def start(self, state: TrainState) -> None:
         """Start to copy the states of an iteration if a copy is due.
@@ -156,22 +158,22 @@ class InMemoryCheckpointer:
         """Wait until the last copy is complete; raise the copy's failure, on this rank alone."""
         failure = self.background.wait()
         if isinstance(failure, OSError):
-            raise StorageError(f"local copies in {self._folder.path}: {failure}") from failure
+            raise StorageError(f"local copies in {self.folder.path}: {failure}") from failure
         if failure is not None:
             raise failure
 
     def forget(self) -> None:
         """Remove this rank's in-memory checkpoints, which hold the diverged state of its group."""
         self.wait()
-        for path in self._folder.path.glob(f"{self._name}.*"):
+        for path in self.folder.path.glob(f"{self._name}.*"):
             path.unlink()
 
     def discard(self) -> None:
         """Remove the in-memory checkpoints, at the run's end or if they hold a diverged state."""
         self.wait()
-        self._folder.control.barrier()
-        if self._folder.is_first:
-            shutil.rmtree(self._folder.path, ignore_errors=True)
+        self.folder.control.barrier()
+        if self.folder.is_first:
+            shutil.rmtree(self.folder.path, ignore_errors=True)
 
 
 def in_memory_bytes(ranks_per_node: int, training: Training) -> int:

@@ -88,12 +88,11 @@ def check_source(checkpoint: CheckpointConfig, train: TrainConfig, control: Cont
         return
     with control.raise_on_all_ranks(), reading(f"--load {checkpoint.load}"):
         exists = path_of(checkpoint.load).exists()
-    with control.raise_on_all_ranks():
-        if not any(control.gather(exists)):
-            raise UserError(
-                f"--load {checkpoint.load} does not exist: give a folder of checkpoints, or leave "
-                f"--load out to begin with random weights{how_to_fetch(checkpoint.load)}"
-            )
+    if not any(control.gather(exists)):
+        raise UserError(
+            f"--load {checkpoint.load} does not exist: give a folder of checkpoints, or leave "
+            f"--load out to begin with random weights{how_to_fetch(checkpoint.load)}"
+        )
 
 
 def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:

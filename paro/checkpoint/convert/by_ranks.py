@@ -19,7 +19,7 @@ from paro.checkpoint.chunks import ChunkedState
 from paro.checkpoint.convert.hugging_face import HuggingFacePlan
 from paro.checkpoint.convert.source import LazyTensor, finite_cast
 from paro.checkpoint.convert.tensor_files import bytes_of, safetensors_plan
-from paro.checkpoint.directory import sync
+from paro.checkpoint.manifest import sync
 from paro.distributed.world import World
 from paro.errors import writing
 from paro.files.atomic_file import check_absent, temporary_beside
