@@ -49,7 +49,7 @@ class CheckpointRanks:
     @property
     def token(self) -> str:
         """Token of the lock, for file names that no other run uses; empty without a lock."""
-        return "" if self.lock is None else self.lock.token
+        return "" if self.lock is None else self.lock.holder.token
 
     def check_lock(self) -> None:
         """Raise `LockLostError` on the folder's first rank if another run holds the folder now."""

@@ -235,8 +235,7 @@ def begin_checkpoint(
     # Marks are left by ranks killed in `ranks_by_folder`.
     for file in paths_in(root, f"{TRACKER}*{_PARTIAL}", f"{RANK_MARK}*"):
         file.unlink(missing_ok=True)
-    suffix = f".{token}{_PARTIAL}" if token else _PARTIAL
-    partial = directory.with_suffix(suffix)
+    partial = directory.with_suffix(f".{token}{_PARTIAL}" if token else _PARTIAL)
     partial.mkdir()
     return partial
 

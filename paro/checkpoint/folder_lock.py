@@ -3,8 +3,8 @@
 # lease_7.json in the folder names the holder; only the file with the highest number counts. A new
 # holder creates the next number, which exactly one process can do, and then removes older files.
 # The holder writes heartbeats into its own file, in place: a holder that was stopped for a minute
-# and wakes up writes into a removed file, never over the file of its successor. The last file stays
-# after the end, marked as released: numbers must not start again while a holder sleeps.
+# and wakes up finds that file removed, and never writes over that of its successor. The last file
+# stays after the end, marked as released: numbers must not start again while a holder sleeps.
 
 from __future__ import annotations
 
@@ -43,28 +43,20 @@ class FolderLock:
         self._root = root
         self._path = _path(root, number)
         self._number = number
-        self._holder = holder
-        self._lost: str | None = None
+        self.holder = holder
+        self.lost: str | None = None  # why this process does not hold the lock any more
         self._device = root.stat().st_dev
         self._checked = time.monotonic()
         self._lock = threading.Lock()  # taken by the saving thread and the heartbeat thread
         self._ended = threading.Event()
         threading.Thread(target=self._beat_on, name="lease", daemon=True).start()
 
-    @property
-    def token(self) -> str:
-        return self._holder.token
-
-    @property
-    def is_lost(self) -> bool:
-        return self._lost is not None
-
     def is_ours(self) -> bool:
         """Return whether no other run may hold the lock; reads the file only after a long sleep."""
-        if not self.is_lost and time.monotonic() - self._checked > STILL_SECONDS / 2:
+        if self.lost is None and time.monotonic() - self._checked > STILL_SECONDS / 2:
             with suppress(*_LATER, LockLostError), store_timeout(BEAT_SECONDS):
                 self.check()
-        return not self.is_lost
+        return self.lost is None
 
     def check(self) -> None:
         """Raise `LockLostError` unless this process holds the lock now."""
@@ -75,8 +67,8 @@ class FolderLock:
         """Show that this process lives; raises as `check` does."""
         with self._lock:
             self._check()
-            self._holder = replace(self._holder, heartbeat=self._holder.heartbeat + 1)
-            _write(self._path, self._holder)
+            self.holder = replace(self.holder, heartbeat=self.holder.heartbeat + 1)
+            _write(self._path, self.holder)
 
     def release(self) -> None:
         """Mark the lock file as released for the next run; write nothing if the lock is lost."""
@@ -84,8 +76,8 @@ class FolderLock:
             if not self._ended.is_set():
                 with suppress(*_LATER, LockLostError), store_timeout(BEAT_SECONDS):
                     self._check()
-                    _write(self._path, replace(self._holder, released=True))
-            self._lost = self._lost or "this run has ended"
+                    _write(self._path, replace(self.holder, released=True))
+            self.lost = self.lost or "this run has ended"
             self._ended.set()
 
     def _beat_on(self) -> None:
@@ -104,20 +96,20 @@ class FolderLock:
         The file may have been removed by hand, perhaps with the folder. An unmounted file system
         raises `OSError`.
         """
-        if self._lost is None:
+        if self.lost is None:
             newest = _newest(self._root)
             if newest is None:
                 in_store = isinstance(self._root, StorePath)
                 if not in_store and self._root.stat().st_dev != self._device:
                     where = f"{self._root} is on another file system than at the start"
                     raise OSError(errno.ENODEV, f"{where}: is it still mounted?")
-                if not _create(self._root, self._number, self._holder):
+                if not _create(self._root, self._number, self.holder):
                     newest = _newest(self._root)
-            if newest is not None and newest.is_of_another(self._number, self.token):
-                self._lost = f"{newest.who}, has taken it over"
-        if self._lost is not None:
+            if newest is not None and newest.is_of_another(self._number, self.holder.token):
+                self.lost = f"{newest.who}, has taken it over"
+        if self.lost is not None:
             raise LockLostError(
-                f"this run lost its lease of {self._root}: {self._lost}; nothing was changed there "
+                f"this run lost its lease of {self._root}: {self.lost}; nothing was changed there "
                 "since; if this run is the one to go on, end the other and start this one again"
             )
         self._checked = time.monotonic()

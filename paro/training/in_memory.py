@@ -97,7 +97,7 @@ class InMemoryCheckpointer:
             f"{size_text(recovery.own_node_bytes)} from the ranks' own nodes, "
             f"{size_text(recovery.other_nodes_bytes)} from other nodes, in {recovery.seconds:.2f} s"
         )
-        state = state_of(recovery.common, self.config, self._log, "local copies")
+        state = state_of(recovery.common, self.config, self.log, "local copies")
         # Groups that are not as far as another do not evaluate again.
         state.consumed_valid_samples = recovery.furthest["state"]["consumed_valid_samples"]
         return Resumed(state, recovery.common["base"], recovery, recovery.common)

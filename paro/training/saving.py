@@ -77,23 +77,19 @@ class Saver:
                 f"--save {self._root} is another folder on {len(locked.folders)} sets of ranks: "
                 "each saves what its ranks hold"
             )
-        if config.checkpoint.start_over:
-            self._set_aside()
+        if config.checkpoint.start_over:  # under the same name on every node
+            number = max(self._ranks.everyone.gather(next_number(self._root)))
+            move = partial(set_aside, self._root, number, self._ranks.check_lock)
+            if (earlier := self._ranks.first_decides(move, f"--save {self._root}")) is not None:
+                log.log0(f"--start-over: what --save {self._root} held is in {earlier} now")
 
     @property
     def failed(self) -> bool:
         """True if a save failed and --on-save-failure is stop, or the folder's lock is lost."""
         lock = self._ranks.lock
-        if lock is not None and lock.is_lost:
+        if lock is not None and lock.lost is not None:
             return True
         return self.background.failed and self.config.checkpoint.on_save_failure == "stop"
-
-    def _set_aside(self) -> None:
-        """Move another run's checkpoints in --save aside, under the same name on every node."""
-        number = max(self._ranks.everyone.gather(next_number(self._root)))
-        move = partial(set_aside, self._root, number, self._ranks.check_lock)
-        if (earlier := self._ranks.first_decides(move, f"--save {self._root}")) is not None:
-            self.log.log0(f"--start-over: what --save {self._root} held is in {earlier} now")
 
     def is_due(self, iteration: int) -> bool:
         interval = self.config.checkpoint.save_interval

@@ -89,7 +89,7 @@ def test_a_heart_that_stands_still_for_a_minute_costs_the_lease(tmp_path: Path, 
     assert files(tmp_path) == ["lease_2.json"]
     for wakes_up in (first.check, first.beat, first.check):
         refused(wakes_up, "has taken it over", status=1)
-    assert first.is_lost
+    assert first.lost
     first.release()
     lock.check()
     assert files(tmp_path) == ["lease_2.json"]
@@ -102,7 +102,7 @@ def test_after_a_long_sleep_the_file_says_whose_the_folder_is(tmp_path: Path, cl
     assert lock.is_ours()  # not read at every step
     clock.now += 1.0
     assert not lock.is_ours()
-    assert lock.is_lost
+    assert lock.lost
     alone = take(tmp_path / "new" / "other", holder())
     shutil.rmtree(tmp_path / "new" / "other")
     clock.now += STILL_SECONDS
