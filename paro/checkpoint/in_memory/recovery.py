@@ -127,8 +127,7 @@ def recover(
             filled = {of_other_group(name, held[0].group): states[name] for name in states}
         copies = _VerifiedSnapshots(folder, filled, of_ages, log)
         messages, lost = copies.plan()
-        everywhere = chain.from_iterable(lost)
-        missing = [want for want in everywhere if not _is_outer(want.state, states)]
+        missing = [want for want in chain(*lost) if not _is_outer(want.state, states)]
         fatal = [want for want in missing if not may_be_missing(want.state)]
         if fatal:
             gone = {used.get(group_of(want.state), held[0]) for want in fatal}
