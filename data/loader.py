@@ -130,18 +130,16 @@ def build_datasets(
     def open_corpus(prefix: str) -> IndexedDataset:
         return open_checked(config, prefix, vocab_size, tokenizer)
 
-    def request_of(split_name: str) -> SplitRequest:
-        return SplitRequest(
-            split_name=split_name,
-            config=config,
-            num_samples=getattr(num_samples, split_name),
-            vocab_size=vocab_size,
-            open_corpus=open_corpus,
-        )
-
+    request = SplitRequest(
+        split_name="train",
+        config=config,
+        num_samples=num_samples.train,
+        vocab_size=vocab_size,
+        open_corpus=open_corpus,
+    )
     datasets: dict[tuple[str, str], Samples] = {}
     if phases:
-        datasets["train", ""] = build_phases(phases, request_of("train"), num_samples.consumed)
+        datasets["train", ""] = build_phases(phases, request, num_samples.consumed)
     causes: dict[str, str] = {}
     for (split_name, set_name), blend in sets.items():
         # Training data is opened even if no sample of it is requested: a run may only evaluate.
@@ -159,8 +157,9 @@ def build_datasets(
             continue
         if is_held_out and not share_of(config.split_in_use, split_name):
             continue
+        request = replace(request, split_name=split_name, num_samples=count)
         try:
-            datasets[split_name, set_name] = build_samples(blend, request_of(split_name))
+            datasets[split_name, set_name] = build_samples(blend, request)
         except TooFewTokensError as error:
             if not is_held_out:
                 raise

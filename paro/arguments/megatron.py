@@ -9,7 +9,7 @@ import argparse
 import math
 import tomllib
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -82,8 +82,8 @@ def _rules() -> Iterator[FlagRule]:
 _TABLE: dict[str, Any] = tomllib.loads(
     Path(__file__).with_name("megatron_rules.toml").read_text(encoding="utf-8")
 )
-# Refused flag: the words to give instead, for any value or by the flag's value.
-BECOMES: Mapping[str, str | Mapping[str, str]] = _TABLE["becomes"]
+# Refused flag, or `flag=value` for one value alone: the words to give instead.
+BECOMES = {given: words for flags, words in _TABLE["becomes"] for given in flags.split()}
 RULES = tuple(_rules())
 _BY_FLAG = {rule.flag: rule for rule in RULES}
 _FAMILIES = {rule.flag[:-1]: rule for rule in RULES if rule.flag.endswith("*")}
@@ -171,8 +171,7 @@ def replacements(args: Namespace) -> dict[str, list[str]]:
     for rule, flag, values in _given(args):
         if rule.outcome is FlagTreatment.IGNORED or not _is_accepted(rule, args, values):
             value = " ".join(map(str, values))
-            becomes = BECOMES.get(flag, "")
-            text = becomes if isinstance(becomes, str) else becomes.get(value, "")
+            text = BECOMES.get(f"{flag}={value}", BECOMES.get(flag, ""))
             remedies[flag] = [word.format(value=value) for word in text.split()]
     return remedies
 

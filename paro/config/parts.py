@@ -70,7 +70,6 @@ def take_batch_flags(args: Namespace) -> BatchFlags:
         global_batch_size=global_batch_size,
         step_batch_size_schedule=steps,
         evaluates=args.eval_iters > 0,
-        elastic=args.paro_elastic,
     )
 
 
