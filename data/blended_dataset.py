@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -103,12 +103,6 @@ class PhasedDataset:
         data_set = self.data_sets[number]
         assert data_set is not None, f"sample {index} of a phase that is over"
         return data_set[index - self._starts[number]]
-
-    def opened(self) -> Iterator[tuple[DataPhase, Samples]]:
-        """Yield the phases that have a data set, which is not over or not yet begun."""
-        for phase, data_set in zip(self.phases, self.data_sets, strict=True):
-            if data_set is not None:
-                yield phase, data_set
 
     def describe(self) -> str:
         """Return a line for each phase, after one with the number of samples."""

@@ -111,7 +111,7 @@ class Datasets:
 
 def _corpora_of(samples: Samples | None) -> tuple[GPTDataset, ...]:
     if isinstance(samples, PhasedDataset):
-        return tuple(chain.from_iterable(_corpora_of(each) for _, each in samples.opened()))
+        return tuple(chain.from_iterable(map(_corpora_of, samples.data_sets)))
     corpora = samples.members if isinstance(samples, BlendedDataset) else (samples,)
     return tuple(corpus for corpus in corpora if isinstance(corpus, GPTDataset))
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from paro.errors import UserError, reading, writing
-from paro.files.atomic_file import replace_file, replacing
+from paro.files.atomic_file import replace_file
 from paro.files.object_store import StorePath, path_of, store_timeout
 from paro.files.waits import try_lock, wait_for_lock
 
@@ -70,8 +70,7 @@ class ObjectCache:
             if cls._until_look < 0:
                 # A look costs what the blocks there are, so it is after a part of their number.
                 cls._until_look = max(cls.kept_between, cls.make_room() // 64) - 1
-            with replacing(path) as temporary:
-                temporary.write_bytes(content)
+            replace_file(path, content)
 
     @classmethod
     def make_room(cls) -> int:

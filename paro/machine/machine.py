@@ -21,16 +21,16 @@ from typing import Annotated, Any, Literal
 
 from paro.collectives.schedule import COLLECTIVES, Op
 from paro.errors import UserError, about, count_text
-from paro.files.schema import Count, NumberRange, Positive
+from paro.files.schema import Count, Positive
 from paro.strategy import fitting_group_size
 from paro.topology import MOST_RANKS, Axes, Link
 
 _MAX = 1e30  # the largest time, size or rate: sums and products stay finite
-Rate = Annotated[float, NumberRange(1 / _MAX, _MAX)]  # above 0
-Amount = Annotated[float, NumberRange(0, _MAX)]
-Share = Annotated[float, NumberRange(0, 0.999)]
+Rate = Annotated[float, (1 / _MAX, _MAX)]  # above 0
+Amount = Annotated[float, (0, _MAX)]
+Share = Annotated[float, (0, 0.999)]
 # (number of busy thread blocks (CTAs), factor of compute time), in increasing order of numbers.
-Slowdown = tuple[tuple[Annotated[int, range(2**20)], Annotated[float, NumberRange(1.0, 1e3)]], ...]
+Slowdown = tuple[tuple[Annotated[int, range(2**20)], Annotated[float, (1.0, 1e3)]], ...]
 LaunchOrder = Literal["free", "implicit"]
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 

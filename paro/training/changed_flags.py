@@ -47,7 +47,8 @@ def order_record(
     phases, blends, flag = {}, {}, "--mock-data"
     if isinstance(datasets.train, PhasedDataset):
         flag, phases = PHASES, {phase.name: phase.samples for phase in datasets.train.phases}
-        blends = {phase.name: phase.blend for phase, _ in datasets.train.opened()}
+        pairs = zip(datasets.train.phases, datasets.train.data_sets, strict=True)
+        blends = {phase.name: phase.blend for phase, samples in pairs if samples is not None}
     elif not data.mock_data:
         blends = {"": data.blends()["train"]}
         flag = blends[""].flag.rstrip(":")

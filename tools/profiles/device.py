@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Annotated, Any, NotRequired, TypedDict
 
 from paro.errors import UserError
-from paro.files.schema import Count, Figure, NumberRange, conform
+from paro.files.schema import Count, Figure, conform
 from tools.profiles.kernel_class import (
     CLASSES,
     COPIES,
@@ -46,7 +46,7 @@ class Event(TypedDict):
 
     name: str
     ts: Figure
-    dur: Annotated[float, NumberRange(0.0, 1e30)]
+    dur: Annotated[float, (0.0, 1e30)]
 
 
 class _Work(Event):

@@ -21,13 +21,13 @@ from paro.checkpoint.convert.native import open_native
 from paro.checkpoint.convert.source import LazyTensor, ModelSource, checked_tensors, write_json
 from paro.checkpoint.convert.tensor_files import open_safetensors, write_safetensors
 from paro.errors import UserError, about
-from paro.files.schema import NumberRange, Positive, conform, read_json
+from paro.files.schema import Positive, conform, read_json
 from paro.layout import Shape
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _OLD_WEIGHTS = "adapter_model.bin"
-_Alpha = Annotated[float, NumberRange(1e-30, 1e30)]
+_Alpha = Annotated[float, (1e-30, 1e30)]
 
 
 class _Fields(TypedDict):
@@ -37,7 +37,7 @@ class _Fields(TypedDict):
     r: Positive
     lora_alpha: _Alpha
     target_modules: NotRequired[list[str] | str | None]
-    lora_dropout: NotRequired[Annotated[float, NumberRange(0.0, nextafter(1.0, 0.0))]]
+    lora_dropout: NotRequired[Annotated[float, (0.0, nextafter(1.0, 0.0))]]
     init_lora_weights: NotRequired[bool | str | None]
     use_rslora: NotRequired[bool | None]
     exclude_modules: NotRequired[list[str] | str | None]
