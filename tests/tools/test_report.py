@@ -131,6 +131,7 @@ def test_a_run_that_went_wrong_says_so_and_metrics_alone_are_enough(tmp_path: Pa
     lines = read_lines(path)
     for line in lines[10:]:
         line |= {"lm_loss": None, "grad_norm": None, "skipped_iterations": 5, "nan_iterations": 4}
+        line["group_lm_losses"] = [2.5, None]
     write_lines(path, *lines)
     page = report([path], tmp_path)
     assert "<td>0.800<br>at 10</td>" in page

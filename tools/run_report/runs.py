@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from paro.arguments.parser import option_of, value_text
 from paro.errors import UserError, about, one_line
@@ -23,12 +23,16 @@ _SETTLING = 0.1  # fraction of the lines, at the start, that speed figures leave
 
 
 class _Line(TypedDict):
-    """The fields that every line of a metrics file has; null for values that are not finite."""
+    """The fields that every line of a metrics file has, or that are not a number.
+
+    Null stands for values that are not finite.
+    """
 
     iteration: Count
     lm_loss: Figure | None
     tokens_per_second: Figure | None
     iteration_time_ms: Figure | None
+    group_lm_losses: NotRequired[list[Figure | None] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +112,9 @@ def _read_run(path: Path) -> Run:
     for number, line in enumerate(read_lines(path, f"{path}", say), start=1):
         with about(suffix="; give a metrics file"):
             where = f"{path}, line {number}"
-            figures = parse_json(line, _Line, where)
-            lines.append(conform(figures, dict[str, Figure | None], where))
+            values: dict[str, Any] = parse_json(line, _Line, where)
+            rest = {name: values[name] for name in values.keys() - _Line.__annotations__}
+            lines.append(values | conform(rest, dict[str, Figure | None], where))
     if not lines:
         raise UserError(f"{path} is empty: the run has logged no iteration yet")
     record = read_record(run_record_path(path))

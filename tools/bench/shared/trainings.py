@@ -81,7 +81,7 @@ def run_all(
     file = file or folder / "runs.json"
     finished = read_finished(file)
     under_way: dict[Future[Losses], tuple[str, int]] = {}  # with the number of its folder
-    failure: RunError | None = None
+    failure: Exception | None = None
     with ThreadPoolExecutor(at_once) as pool:
         while True:
             flags = flags_for(finished)
@@ -101,7 +101,7 @@ def run_all(
                 name, _ = under_way.pop(job)
                 try:
                     finished[name] = job.result()
-                except RunError as error:  # trainings that are under way are kept
+                except Exception as error:  # trainings that are under way are kept
                     failure = error
                     continue
                 kept = {each: asdict(losses) for each, losses in finished.items()}
