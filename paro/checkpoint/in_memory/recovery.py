@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -257,48 +257,43 @@ class _VerifiedSnapshots:
         first incomplete message is open on both sender and receiver, so there is no deadlock.
         """
         rank = self._control.world.rank
-        open_ends: list[Callable[[], int]] = []
+        under_way: list[Iterator[int]] = []
         received = 0
         for message in messages:
             if rank not in (message.source, message.target):
                 continue
-            if len(open_ends) == _IN_FLIGHT:
-                received += open_ends.pop(0)()
+            if len(under_way) == _IN_FLIGHT:
+                received += sum(under_way.pop(0))
             is_sent = rank == message.source
-            open_ends.append(self._send(message) if is_sent else self._receive(message))
-        return received + sum(end() for end in open_ends)
+            under_way.append(self._send(message) if is_sent else self._receive(message))
+            next(under_way[-1])  # which begins it
+        return received + sum(map(sum, under_way))
 
-    def _send(self, message: ChunkTransfer) -> Callable[[], int]:
+    def _send(self, message: ChunkTransfer) -> Iterator[int]:
+        """Begin to send a message, yield, and wait until it is sent."""
         (part, *_), _ = _parts(self._of_this_rank, message.state, message.chunk)
         assert part.chunk == message.chunk, f"{message} is {part.chunk} here"
-        values = part.values().contiguous().view(-1).view(torch.uint8)
-        checksum = crc32(values.numpy()).to_bytes(_SUM_BYTES, "little")
-        content = torch.cat([values, torch.frombuffer(bytearray(checksum), dtype=torch.uint8)])
+        content = part.values().contiguous().view(-1).view(torch.uint8)
+        checksum = crc32(content.numpy()).to_bytes(_SUM_BYTES, "little")
+        content = torch.cat([content, torch.frombuffer(bytearray(checksum), dtype=torch.uint8)])
         work: Any = dist.isend(content, message.target, group=self._control.group)
+        yield 0
+        work.wait()
 
-        def end() -> int:
-            work.wait()
-            assert content.numel() > 0, "kept until it is sent"
-            return 0
-
-        return end
-
-    def _receive(self, message: ChunkTransfer) -> Callable[[], int]:
+    def _receive(self, message: ChunkTransfer) -> Iterator[int]:
+        """Begin to receive a message, yield, wait for it, and yield its number of bytes."""
         want, values = self._wanted[message.number]
         target = values[message.chunk.index_in(want.chunk)]
         num_bytes = target.nbytes
         content = torch.empty(num_bytes + _SUM_BYTES, dtype=torch.uint8)
         work: Any = dist.irecv(content, message.source, group=self._control.group)
-
-        def end() -> int:
-            work.wait()
-            checksum = int.from_bytes(content[-_SUM_BYTES:].numpy().tobytes(), "little")
-            if crc32(content[:-_SUM_BYTES].numpy()) != checksum:
-                raise RunError(f"{message.state} from rank {message.source} was changed on its way")
-            target.copy_(content[:-_SUM_BYTES].view(target.dtype).view(target.shape))
-            return num_bytes
-
-        return end
+        yield 0
+        work.wait()
+        checksum = int.from_bytes(content[-_SUM_BYTES:].numpy().tobytes(), "little")
+        if crc32(content[:-_SUM_BYTES].numpy()) != checksum:
+            raise RunError(f"{message.state} from rank {message.source} was changed on its way")
+        target.copy_(content[:-_SUM_BYTES].view(target.dtype).view(target.shape))
+        yield num_bytes
 
 
 _ByState = Mapping[str, Sequence[SnapshotChunk]]
