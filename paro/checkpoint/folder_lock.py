@@ -73,22 +73,16 @@ class FolderLock:
     def release(self) -> None:
         """Mark the lock file as released for the next run; write nothing if the lock is lost."""
         with self._lock:
-            if not self._ended.is_set():
-                with suppress(*_LATER, LockLostError), store_timeout(BEAT_SECONDS):
-                    self._check()
-                    _write(self._path, replace(self.holder, released=True))
+            with suppress(*_LATER, LockLostError), store_timeout(BEAT_SECONDS):
+                self._check()
+                _write(self._path, replace(self.holder, released=True))
             self.lost = self.lost or "this run has ended"
             self._ended.set()
 
     def _beat_on(self) -> None:
-        while not self._ended.wait(BEAT_SECONDS):
-            try:
-                with store_timeout(BEAT_SECONDS):
-                    self.beat()
-            except LockLostError:
-                return
-            except _LATER:
-                continue
+        while self.lost is None and not self._ended.wait(BEAT_SECONDS):
+            with suppress(*_LATER, LockLostError), store_timeout(BEAT_SECONDS):
+                self.beat()
 
     def _check(self) -> None:
         """Raise `LockLostError` if another process holds the lock; write a file again that is gone.

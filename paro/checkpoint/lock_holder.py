@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -90,17 +91,15 @@ def _short(text: str) -> str:
 
 def _boot_id() -> str:
     """Return an ID of this host until the next boot; empty where the system has none."""
-    try:
+    with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
+    return ""
 
 
 def _pid_namespace() -> str:
-    try:
+    with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
+    return ""
 
 
 def _start_ticks(pid: int) -> int | None:

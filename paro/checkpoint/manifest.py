@@ -11,7 +11,7 @@ import os
 import platform
 import stat
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
@@ -148,10 +148,8 @@ def library_versions() -> Mapping[str, str]:
 
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return versions
 
 

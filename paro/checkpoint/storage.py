@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage
 from torch._C import PyTorchFileReader
 from torch._weights_only_unpickler import Unpickler
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
@@ -152,9 +152,22 @@ class CheckedReader:
         """
         reads = []
         for name, state in states:
-            for item, values in _items_to_read(name, state, self.metadata):
+            saved = self.metadata.state_dict_metadata.get(name)
+            assert isinstance(saved, TensorStorageMetadata), f"{name} is a {type(saved)}"
+            chunks = [ChunkStorageMetadata(torch.Size(o), v.shape) for o, v in state.chunks.items()]
+            items = create_read_items_for_chunk_list(name, saved, chunks)
+            num_found = sum(item.lengths.numel() for item in items)
+            num_wanted = sum(values.numel() for values in state.chunks.values())
+            if num_found != num_wanted:
+                raise DamagedError(
+                    f"{name} has a hole: {num_found} of {num_wanted} elements found; nodes without "
+                    "a shared file system have the rest if other nodes saved it: load with the "
+                    "same ranks on the same nodes, under the same strategy"
+                )
+            for item in items:
                 stored = self.metadata.storage_data[item.storage_index]
                 place = str(stored.relative_path), stored.offset, stored.length
+                values = state.chunks[tuple(item.dest_index.offset or ())]
                 target = narrow_tensor_by_index(values, item.dest_offsets, item.lengths)
                 reads.append(ChunkRead(place, item, target))
         self._manifest.check_sizes(sorted({read.place[0] for read in reads}))
@@ -191,25 +204,6 @@ class CheckedReader:
         for read, part in zip(reads, parts, strict=True):
             assert read.target.shape == part.shape, f"{read.item.storage_index}: {part.shape}"
             read.target.copy_(part)
-
-
-def _items_to_read(
-    name: str, state: ChunkedState, metadata: Metadata
-) -> list[tuple[ReadItem, Tensor]]:
-    """List the reads that fill every chunk of a state from saved chunks of any shape."""
-    saved = metadata.state_dict_metadata.get(name)
-    assert isinstance(saved, TensorStorageMetadata), f"{name} is a {type(saved)}"
-    chunks = [ChunkStorageMetadata(torch.Size(o), v.shape) for o, v in state.chunks.items()]
-    items = create_read_items_for_chunk_list(name, saved, chunks)
-    num_found = sum(item.lengths.numel() for item in items)
-    num_wanted = sum(values.numel() for values in state.chunks.values())
-    if num_found != num_wanted:
-        raise DamagedError(
-            f"{name} has a hole: {num_found} of {num_wanted} elements found; nodes without a "
-            "shared file system have the rest if other nodes saved it: load with the same ranks on "
-            "the same nodes, under the same strategy"
-        )
-    return [(item, state.chunks[tuple(item.dest_index.offset or ())]) for item in items]
 
 
 def _read(file: RegularFile, begin: int, room: memoryview) -> tuple[memoryview, int]:

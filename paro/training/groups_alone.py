@@ -15,12 +15,13 @@ import numpy as np
 from paro.checkpoint.in_memory.recovery import Recovery
 from paro.errors import count_text
 from paro.files.schema import conform
+from paro.optim.finite import not_finite
 from paro.optim.outer import OuterRoundResult
 from paro.report.record import GroupsRecord, IterationRecord
 from paro.schedule.loss_scale import LossScaleState
 from paro.schedule.movement import MovementStatistics
 from paro.schedule.step_checks import Expectation
-from paro.spec.states import SHARED_BY_GROUPS, FlatShard
+from paro.spec.states import SHARED_BY_GROUPS
 from paro.training.exit_signal import ExitReasons
 from paro.training.step import Training, TrainState
 
@@ -178,11 +179,12 @@ class GroupState:
     usual: tuple[MovementStatistics, ...] = ()  # of each fragment; the groups' are equal
 
 
-def shared_shards(training: Training) -> Iterator[FlatShard]:
-    """Yield this rank's shards of the states that are equal in all groups."""
+def wrong_state(training: Training) -> str | None:
+    """Name a state that is not finite, of those that are equal in all groups; collective."""
     alone = training.optimizer.outer.is_on
     shards = training.optimizer.flat_shards()
-    return (shard for shard in shards if not alone or shard.state in SHARED_BY_GROUPS)
+    shared = (shard for shard in shards if not alone or shard.state in SHARED_BY_GROUPS)
+    return not_finite(shared, training.control)
 
 
 def record_of_groups(

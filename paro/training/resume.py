@@ -27,16 +27,10 @@ from paro.distributed.control import Control
 from paro.errors import UserError, count_text, flag_of, reading
 from paro.files.object_store import path_of
 from paro.files.schema import conform
-from paro.optim.finite import not_finite
 from paro.report.log import Log
 from paro.schedule.loss_scale import start_loss_scale
 from paro.training.changed_flags import schedule_change
-from paro.training.groups_alone import (
-    GroupState,
-    regrouped_lines,
-    resume_group,
-    shared_shards,
-)
+from paro.training.groups_alone import GroupState, regrouped_lines, resume_group, wrong_state
 from paro.training.step import Training, TrainState
 
 if TYPE_CHECKING:
@@ -176,8 +170,7 @@ def _log_positions(here: Mapping[str, Any], there: Mapping[str, Any], log: Log) 
 
 def _check_finite(source: str, common: Mapping[str, Any], training: Training) -> None:
     """Raise `UserError` on all ranks if a state that was loaded has NaN or infinity."""
-    wrong = not_finite(shared_shards(training), training.control)
-    if wrong is not None:
+    if (wrong := wrong_state(training)) is not None:
         raise UserError(
             f"--load {source}: in iteration {common['iteration']} {wrong} is not finite: give "
             "an earlier one with --ckpt-step"

@@ -17,13 +17,12 @@ from paro.distributed.world import read_job_id
 from paro.errors import RunError, StorageError, UserError
 from paro.files.object_store import path_of, store_timeout
 from paro.files.waits import LimitedWait
-from paro.optim.finite import not_finite
 from paro.report.earlier import next_number
 from paro.report.log import Log
 from paro.report.record import RunFacts
 from paro.report.run_files import ProgressFile
 from paro.spec.states import EMA, PARAM
-from paro.training.groups_alone import record_of_groups, shared_shards
+from paro.training.groups_alone import record_of_groups, wrong_state
 from paro.training.resume import FROM_NOTHING, Resumed, common_record
 from paro.training.step import Training, TrainState
 
@@ -199,8 +198,7 @@ class Saver:
 
         That of a group which trains alone may have: the next round leaves the group out.
         """
-        wrong = not_finite(shared_shards(self.training), self.training.control)
-        if wrong is not None:
+        if (wrong := wrong_state(self.training)) is not None:
             raise RunError(
                 f"iteration {state.iteration} is not saved: {wrong} is not finite; "
                 f"{self.resume_hint(state)}"
