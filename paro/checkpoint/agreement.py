@@ -46,11 +46,6 @@ class CheckpointRanks:
     def is_first_of_folder(self) -> bool:
         return self.near.world.rank == 0
 
-    @property
-    def token(self) -> str:
-        """Token of the lock, for file names that no other run uses; empty without a lock."""
-        return "" if self.lock is None else self.lock.holder.token
-
     def check_lock(self) -> None:
         """Raise `LockLostError` on the folder's first rank if another run holds the folder now."""
         if self.lock is not None:

@@ -69,7 +69,8 @@ def write_states(
     """
     blame = f"--save {root}"
     log(f"saving checkpoint at iteration {iteration:7d} to {root} in torch_dist format")
-    begin = partial(begin_checkpoint, root, iteration, check=ranks.check_lock, token=ranks.token)
+    token = "" if ranks.lock is None else ranks.lock.holder.token
+    begin = partial(begin_checkpoint, root, iteration, check=ranks.check_lock, token=token)
     folder = ranks.first_decides(begin, blame)
     try:
         # Each line raises on all ranks or on none: no folder is completed if any rank failed.

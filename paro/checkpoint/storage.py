@@ -192,8 +192,16 @@ class CheckedReader:
         name, begin, length = place
         if len(self._room) < length:
             self._room = bytearray(length)
-        content, checksum = _read(file, begin, memoryview(self._room)[:length])
-        self._manifest.check_sum(name, begin, len(content), checksum)
+        room = memoryview(self._room)[:length]
+        filled = checksum = 0
+        while filled < length:
+            count = file.read_into(room[filled : filled + _BLOCK_BYTES], begin + filled)
+            if count == 0:
+                break  # the file ends
+            checksum = crc32(room[filled : filled + count], checksum)
+            filled += count
+        content = room[:filled]
+        self._manifest.check_sum(name, begin, filled, checksum)
         try:
             saved, items = tensor_in(content), [read.item for read in reads]
             parts = [narrow_tensor_by_index(saved, i.storage_offsets, i.lengths) for i in items]
@@ -204,18 +212,6 @@ class CheckedReader:
         for read, part in zip(reads, parts, strict=True):
             assert read.target.shape == part.shape, f"{read.item.storage_index}: {part.shape}"
             read.target.copy_(part)
-
-
-def _read(file: RegularFile, begin: int, room: memoryview) -> tuple[memoryview, int]:
-    """Read into `room` until it is full or the file ends; return the bytes and their checksum."""
-    filled = checksum = 0
-    while filled < len(room):
-        count = file.read_into(room[filled : filled + _BLOCK_BYTES], begin + filled)
-        if count == 0:
-            break
-        checksum = crc32(room[filled : filled + count], checksum)
-        filled += count
-    return room[:filled], checksum
 
 
 def _num_bytes(item: WriteItem) -> int:

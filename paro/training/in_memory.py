@@ -125,10 +125,9 @@ class InMemoryCheckpointer:
         num_bytes = sum(everywhere[each] for each in near)
         check_room(self.folder, num_bytes, available_host_bytes())
         self._record = partial(common_record, self.config, training, resumed)
-        every = every_text(self._interval)
         self.log.log0(
-            f"> local copies: {every}, two generations, {size_text(num_bytes)} of memory on this "
-            f"node, in {self.folder.path}"
+            f"> local copies: {every_text(self._interval)}, two generations, "
+            f"{size_text(num_bytes)} of memory on this node, in {self.folder.path}"
         )
         if resumed.recovery is not None and resumed.state is not None:
             with control.raise_on_all_ranks(name_rank=True):

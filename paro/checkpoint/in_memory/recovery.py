@@ -284,8 +284,7 @@ class _VerifiedSnapshots:
         """Begin to receive a message, yield, wait for it, and yield its number of bytes."""
         want, values = self._wanted[message.number]
         target = values[message.chunk.index_in(want.chunk)]
-        num_bytes = target.nbytes
-        content = torch.empty(num_bytes + _SUM_BYTES, dtype=torch.uint8)
+        content = torch.empty(target.nbytes + _SUM_BYTES, dtype=torch.uint8)
         work: Any = dist.irecv(content, message.source, group=self._control.group)
         yield 0
         work.wait()
@@ -293,7 +292,7 @@ class _VerifiedSnapshots:
         if crc32(content[:-_SUM_BYTES].numpy()) != checksum:
             raise RunError(f"{message.state} from rank {message.source} was changed on its way")
         target.copy_(content[:-_SUM_BYTES].view(target.dtype).view(target.shape))
-        yield num_bytes
+        yield target.nbytes
 
 
 _ByState = Mapping[str, Sequence[SnapshotChunk]]
