@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from data.blend import PHASES
 from data.blended_dataset import PhasedDataset
+from data.config import DataConfig
 from data.loader import Datasets
 from data.sample_order import parse_split
 from paro.checkpoint.config import as_read
+from paro.config.train import TrainConfig
 from paro.errors import flag_of
 from paro.files.checksum import crc32
-
-if TYPE_CHECKING:
-    from data.config import DataConfig
-    from paro.config.train import TrainConfig
-    from paro.schedule.batch_schedule import BatchSchedule
-    from paro.schedule.lr_schedule import ScheduleConfig
+from paro.schedule.batch_schedule import BatchSchedule
+from paro.schedule.lr_schedule import ScheduleConfig
 
 Record = Mapping[str, Any]
 
