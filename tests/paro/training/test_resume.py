@@ -256,9 +256,7 @@ def fails(root: Path, words: str, *, own_folder: bool = False, full: int | None 
         prepared = prepare_export(config, training, FROM_NOTHING, state, Log(rank=1))
         is_full = dist.get_rank() == full
         with (
-            mock.patch.object(by_ranks.os, "pwrite", side_effect=error)
-            if is_full
-            else nullcontext()
+            mock.patch.object(by_ranks.os, "fsync", side_effect=error) if is_full else nullcontext()
         ):
             prepared()
 
