@@ -115,44 +115,36 @@ class CheckedFile:
     """
 
     def __init__(self, file: RegularFile, again: str) -> None:
-        self._file = file
-        self._sums = RegularFile(sums_path(file.path))
-        self._again = again
-        self._block_bytes, self.sum_of_table = self._read_header()
+        """Read the header of the checksums; `UserError` if they are damaged, or of another file."""
+        self._file, self._again = file, again
         self.path, self.size = file.path, file.size
-
-    def _read_header(self) -> tuple[int, bytes]:
-        """Return the bytes in a block, and the CRC-32 of all sums; `UserError` if the sums are
-        damaged, or those of another file.
-        """
+        self._sums = sums = RegularFile(sums_path(file.path))
         damaged = UserError(
-            f"{self._sums.path} is damaged: restore it; if you know that {self._file.path} is not, "
-            f"{self._again}"
+            f"{sums.path} is damaged: restore it; if you know that {file.path} is not, {again}"
         )
-        if self._sums.size < _HEADER_BYTES:
+        if sums.size < _HEADER_BYTES:
             raise damaged
-        header = self._sums.read(0, _HEADER_BYTES)
+        header = sums.read(0, _HEADER_BYTES)
         magic, version, block_bytes, num_bytes, sum_of_table = _FIELDS.unpack(header[:-4])
         if magic != MAGIC or header[-4:] != crc32(header[:-4]).to_bytes(4, "little"):
             raise damaged
         if version != VERSION:
             raise UserError(
-                f"{self._sums.path} has format version {version}, only {VERSION} is known: "
-                f"{self._again}"
+                f"{sums.path} has format version {version}, only {VERSION} is known: {again}"
             )
         if not 0 < block_bytes <= MAX_BLOCK_BYTES:
             raise damaged
-        if num_bytes != self._file.size:
+        if num_bytes != self.size:
             raise UserError(
-                f"{self._sums.path} has the checksums of a file of {num_bytes:,} bytes and "
-                f"{self._file.path} has {self._file.size:,}: restore the file that belongs to "
-                f"them; if it was replaced on purpose, {self._again}"
+                f"{sums.path} has the checksums of a file of {num_bytes:,} bytes and {file.path} "
+                f"has {self.size:,}: restore the file that belongs to them; if it was replaced on "
+                f"purpose, {again}"
             )
-        if self._sums.size != _HEADER_BYTES + 4 * -(-num_bytes // block_bytes):
+        if sums.size != _HEADER_BYTES + 4 * -(-num_bytes // block_bytes):
             raise damaged
-        if crc32_of_file(self._sums, _HEADER_BYTES).to_bytes(4, "little") != sum_of_table:
+        if crc32_of_file(sums, _HEADER_BYTES).to_bytes(4, "little") != sum_of_table:
             raise damaged
-        return int(block_bytes), bytes(sum_of_table)
+        self._block_bytes, self.sum_of_table = int(block_bytes), bytes(sum_of_table)
 
     def read(self, begin: int, length: int) -> memoryview:
         """Read `length` bytes from byte `begin` on; `UserError` if a block of them is damaged."""

@@ -14,7 +14,6 @@ from data.blend import (
     read_blend_per_split,
     read_phases,
 )
-from data.loss_mask import loss_mask_path
 from data.sample_order import SPLIT_NAMES, parse_split
 from paro.errors import UserError, check_between, contradiction
 from paro.files.object_cache import ObjectCache
@@ -88,20 +87,6 @@ class DataConfig(DocumentRules):
         check_between(0, MOST_WORKERS, num_workers=self.num_workers)
         check_between(0, MAX_SEED, seed=self.seed)
         parse_split(self.split or DEFAULT_SPLIT)
-
-    def check_conversations(self, prefix: str, *, has_loss_mask: bool) -> None:
-        """Raise `UserError` if samples would mix conversations, or --sft finds no conversations."""
-        if self.sft and not has_loss_mask:
-            raise UserError(
-                f"--sft: {prefix} has no conversations ({loss_mask_path(prefix)} is missing): "
-                "write it with tools/preprocess_data.py --apply-chat-template, or leave --sft out"
-            )
-        apart = self.sft or (self.reset_position_ids and self.reset_attention_mask)
-        if has_loss_mask and not apart:
-            raise UserError(
-                f"{prefix} has conversations, which must not see each other: give --sft for one a "
-                "sample, or --reset-position-ids and --reset-attention-mask for as many as fit"
-            )
 
     def _sources(self) -> list[str]:
         """Return the flags that name data, of all splits or of each; exactly one must be given."""

@@ -15,7 +15,7 @@ from data.config import DataConfig
 from data.fingerprint import check_tokenizer
 from data.index_cache import CacheEntry, cached
 from data.indexed_dataset import IndexedDataset, Tokens, bin_path
-from data.loss_mask import BEGINS, TRAINED
+from data.loss_mask import BEGINS, TRAINED, loss_mask_path
 from data.sample_order import OrderPlan, SampleOrder, build_order, split_bounds, split_matrix
 from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError
@@ -133,7 +133,19 @@ def open_checked(
     check_tokenizer(prefix, corpus.made_with, tokenizer)
     for ids in scanned(corpus):
         _check_ids(ids, vocab_size, prefix)
-    config.check_conversations(prefix, has_loss_mask=corpus.loss_mask_file is not None)
+    has_loss_mask = corpus.loss_mask_file is not None
+    if config.sft and not has_loss_mask:
+        raise UserError(
+            f"--sft: {prefix} has no conversations ({loss_mask_path(prefix)} is missing): write it "
+            "with tools/preprocess_data.py --apply-chat-template, or leave --sft out"
+        )
+    # Samples must not mix conversations.
+    apart = config.sft or (config.reset_position_ids and config.reset_attention_mask)
+    if has_loss_mask and not apart:
+        raise UserError(
+            f"{prefix} has conversations, which must not see each other: give --sft for one a "
+            "sample, or --reset-position-ids and --reset-attention-mask for as many as fit"
+        )
     return corpus
 
 

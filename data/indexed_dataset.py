@@ -347,7 +347,6 @@ class IndexedDatasetWriter:
         self._open_sequence = documents.unfinished and (self._open_sequence or ends[-1] > first)
         closed = ends[:-1] if documents.unfinished else ends
         self._documents.frombytes(closed.astype(np.int64).tobytes())
-        self.num_tokens += len(ids)
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
         """Append all documents of another data set of the same dtype; copies it in chunks."""
@@ -368,11 +367,11 @@ class IndexedDatasetWriter:
         documents = dataset.document_indices()[1:] + len(self._lengths)
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
         self._documents.frombytes(documents.astype(np.int64).tobytes())
-        self.num_tokens += dataset.num_tokens
 
     def _write(self, ids: Tokens, loss_mask: LossMask | None) -> None:
         with writing(f"{bin_path(self.prefix)}"):
             self._content.write(ids.data)
+            self.num_tokens += len(ids)
             if self.has_loss_mask:
                 assert loss_mask is not None, "a conversation says which tokens are answered"
                 self._loss_mask.write(loss_mask.data)

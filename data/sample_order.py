@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +41,7 @@ class OrderPlan:
     shared_tokens: int = 1  # tokens that neighbouring samples share; 0: a sample is a sequence
 
     def __post_init__(self) -> None:
-        if max(self.num_samples or 0, self.num_entries) > MOST_SAMPLES:
+        if max(self.num_samples or 0, self.num_epochs * len(self.bounds)) > MOST_SAMPLES:
             raise UserError(
                 f"{self.num_samples} samples are {self.num_epochs} epochs of this data, and an "
                 f"order must have at most {MOST_SAMPLES} samples and documents: ask for fewer "
@@ -58,11 +58,6 @@ class OrderPlan:
             return 1
         needed = self.num_samples * self.seq_length + self.shared_tokens
         return max(1, -(-needed // self.tokens_per_epoch))
-
-    @property
-    def num_entries(self) -> int:
-        """The length of the document index."""
-        return self.num_epochs * len(self.bounds)
 
     @property
     def total_samples(self) -> int:
@@ -106,11 +101,9 @@ def parse_split(text: str) -> tuple[float, ...]:
 
 def split_matrix(text: str) -> tuple[Share | None, ...]:
     """Return each split as an interval of the corpus; None for a weight of 0."""
-    ends = [0.0]
-    for weight in parse_split(text):
-        ends.append(ends[-1] + weight)  # one by one: the rounding in `split_bounds` depends on it
-    train, valid, test = ((begin, end) if end > begin else None for begin, end in pairwise(ends))
-    return train, valid, test
+    # Added one by one: the rounding in `split_bounds` depends on it.
+    ends = accumulate(parse_split(text), initial=0.0)
+    return tuple((begin, end) if end > begin else None for begin, end in pairwise(ends))
 
 
 def share_of(split: str | None, split_name: str) -> Share | None:
@@ -129,16 +122,22 @@ def split_bounds(split: str | None, split_name: str, num_sequences: int) -> rang
 def build_order(sequence_lengths: NDArray[np.int32], plan: OrderPlan) -> SampleOrder:
     """Return the order of a plan; bit for bit Megatron's."""
     random = np.random.RandomState(plan.seed)
-    document_index = _document_index(plan, random)
-    sample_index = _sample_index(sequence_lengths, document_index, plan)
-    return SampleOrder(document_index, sample_index, _shuffle_index(plan, random))
-
-
-def _document_index(plan: OrderPlan, random: np.random.RandomState) -> NDArray[np.int32]:
+    before = plan.samples_before_separate_epoch
     sequences = np.arange(plan.bounds.start, plan.bounds.stop, dtype=np.int32)
-    is_separate = plan.samples_before_separate_epoch is not None
-    border = (plan.num_epochs - is_separate) * len(sequences)
-    return _shuffled(np.tile(sequences, plan.num_epochs), border, random)
+    document_index = np.tile(sequences, plan.num_epochs)
+    whole = plan.num_epochs - (before is not None)  # epochs that are shuffled together
+    _shuffle(document_index, whole * len(sequences), random)
+    sample_index = _sample_index(sequence_lengths, document_index, plan)
+    fits = plan.total_samples < np.iinfo(np.uint32).max - 1
+    shuffle_index = np.arange(plan.total_samples, dtype=np.uint32 if fits else np.int64)
+    _shuffle(shuffle_index, len(shuffle_index) if before is None else before, random)
+    return SampleOrder(document_index, sample_index, shuffle_index)
+
+
+def _shuffle(row: NDArray[Any], border: int, random: np.random.RandomState) -> None:
+    """Shuffle what is before the border, then what is behind it."""
+    random.shuffle(row[:border])
+    random.shuffle(row[border:])
 
 
 def _sample_index(
@@ -146,7 +145,7 @@ def _sample_index(
 ) -> NDArray[Any]:
     """Return the sample index, built block by block so that temporaries stay in the CPU cache."""
     num_rows = plan.total_samples + 1
-    largest = max(plan.num_entries, int(lengths.max(initial=0)))  # of positions and offsets
+    largest = max(len(document_index), int(lengths.max(initial=0)))  # of positions and offsets
     fits = largest <= np.iinfo(np.int32).max
     rows = np.empty((num_rows, 2), dtype=np.int32 if fits else np.int64)
     begin, row = 0, 0  # the block's first token, and the first row not yet filled
@@ -166,17 +165,3 @@ def _sample_index(
     assert row == num_rows, f"{row} of {num_rows} rows"
     rows[0] = 0  # also if the first sequences are empty
     return rows
-
-
-def _shuffle_index(plan: OrderPlan, random: np.random.RandomState) -> NDArray[Any]:
-    fits = plan.total_samples < np.iinfo(np.uint32).max - 1
-    order = np.arange(plan.total_samples, dtype=np.uint32 if fits else np.int64)
-    before = plan.samples_before_separate_epoch
-    return _shuffled(order, len(order) if before is None else before, random)
-
-
-def _shuffled(row: NDArray[Any], border: int, random: np.random.RandomState) -> NDArray[Any]:
-    """Shuffle in place what is before the border, then what is behind it; return the row."""
-    random.shuffle(row[:border])
-    random.shuffle(row[border:])
-    return row

@@ -204,32 +204,29 @@ class CachedObject:
         self._coming.discard(number)
 
     def _part(self, number: int, begin: int, stop: int) -> bytes:
-        """Return bytes of a block, from the cache or from the store."""
+        """Return bytes of a block, from the cache or from the store.
+
+        A block is fetched by one thread of this machine, whose lock ends with its process.
+        """
         path = self._folder / str(number)
         content = _stored(path, begin, stop)
         if content is not None:
             return content
-        with self._locked(number):
+        # A folder in the temporary one may have been tidied away since the object was opened.
+        lock = ObjectCache.made(*self._names) / f"{number % _LOCKS}.lock"
+        with writing(f"{FLAG} {lock.parent}"):
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            wait_for_lock(descriptor, f"a block of {self._path}, which another process fetches")
             content = _stored(path, begin, stop)
             if content is None:
                 first = number * BLOCK_BYTES
                 block = self._path.read_range(first, min(first + BLOCK_BYTES, self.size))
                 ObjectCache.keep(path, block)
                 content = block[begin:stop]
-        return content
-
-    @contextmanager
-    def _locked(self, number: int) -> Iterator[None]:
-        """Hold a block's lock among the threads and processes of this machine, till they end."""
-        # A folder in the temporary one may have been tidied away since the object was opened.
-        path = ObjectCache.made(*self._names) / f"{number % _LOCKS}.lock"
-        with writing(f"{FLAG} {path.parent}"):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            wait_for_lock(descriptor, f"a block of {self._path}, which another process fetches")
-            yield
         finally:
             os.close(descriptor)
+        return content
 
 
 def _stored(path: Path, begin: int, stop: int) -> bytes | None:

@@ -212,7 +212,9 @@ class StorePath(PosixPath):
 
 def _explained(error: Exception, why: str) -> tuple[int, str] | None:
     """Return the number and the text of the system's error; None if a later call may succeed."""
-    status = _status(error)
+    # Errors of Azure's and Google's libraries have the status of HTTP.
+    number = str(getattr(error, "status_code", None) or getattr(error, "code", None))
+    status = int(number) if number.isdecimal() else None
     if isinstance(error, OSError) and error.errno is not None:
         is_transient = error.errno in _TRANSIENT_ERRNOS
     elif status is not None:
@@ -228,12 +230,6 @@ def _explained(error: Exception, why: str) -> tuple[int, str] | None:
     if status in (401, 403) or _CREDENTIALS.search(f"{type(error).__name__} {error}"):
         return errno.EACCES, f"the store refuses the credentials (is a token old?){why}"
     return errno.EACCES, f"the store refuses the request{why}"
-
-
-def _status(error: Exception) -> int | None:
-    """Return the status of HTTP that an error of Azure's or Google's libraries has."""
-    status = str(getattr(error, "status_code", None) or getattr(error, "code", None))
-    return int(status) if status.isdecimal() else None
 
 
 @cache
