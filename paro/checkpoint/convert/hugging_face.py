@@ -24,7 +24,7 @@ from paro.checkpoint.convert.source import (
     lazy,
     write_json,
 )
-from paro.checkpoint.convert.tensor_files import open_safetensors, write_safetensors
+from paro.checkpoint.convert.tensor_files import TensorFiles, open_safetensors, write_safetensors
 from paro.checkpoint.directory import TokenIds, in_files
 from paro.errors import UserError, about
 from paro.files.schema import conform, read_json
@@ -266,7 +266,7 @@ class HuggingFacePlan:
 
     source: ModelSource
     fields: Mapping[str, Any]  # of config.json
-    files: Mapping[str, Mapping[str, LazyTensor]]  # by the file's name and the tensor's there
+    files: TensorFiles
 
     @staticmethod
     def of(source: ModelSource) -> HuggingFacePlan:
@@ -304,8 +304,7 @@ class HuggingFacePlan:
 def write_hugging_face(source: ModelSource, directory: Path) -> list[str]:
     """Fill an empty folder; return lines to print about the result."""
     plan = HuggingFacePlan.of(source)
-    for file, tensors in plan.files.items():
-        write_safetensors(directory / file, tensors)
+    write_safetensors(plan.files, directory)
     return plan.write_rest(directory)
 
 

@@ -123,7 +123,7 @@ def write_peft(source: ModelSource, directory: Path, base_model: str | None) -> 
     lora = source.lora
     assert lora is not None, "no adapters"
     tensors = {peft_name(name): tensor for name, tensor in source.adapters.items()}
-    write_safetensors(directory / WEIGHTS, tensors)
+    write_safetensors({WEIGHTS: tensors}, directory)
     files = {n: path for n, path in source.companions.items() if n in TOKENIZER_FILES}
     replace(source, companions=files).copy_companions(directory)
     modules = {weight: module for module, weight in MODULES.items()}

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import pickle
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from io import BytesIO
+from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -23,10 +25,13 @@ from torch.serialization import (
     set_default_mmap_options,
 )
 
-from paro.checkpoint.convert.source import LazyTensor
+from paro.checkpoint.chunks import ChunkedState
+from paro.checkpoint.convert.source import LazyTensor, finite_cast
 from paro.checkpoint.metadata import InertObject
+from paro.distributed.world import World
 from paro.errors import UserError, describe, open_files_limit
 from paro.files.regular_file import check_regular
+from paro.layout import Shape
 
 # The types that parameters may have, in the order in which the safetensors library writes tensors.
 WEIGHT_TYPES = {
@@ -35,6 +40,7 @@ WEIGHT_TYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
 }
+TensorFiles = Mapping[str, Mapping[str, LazyTensor]]  # by the file's name and the tensor's there
 _DTYPES = {name: dtype for dtype, name in WEIGHT_TYPES.items()}
 
 
@@ -84,14 +90,64 @@ def safetensors_plan(tensors: Mapping[str, LazyTensor]) -> tuple[bytes, dict[str
     return text, {name: len(text) + begin for name, begin in begins.items()}
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
-    """Write a file as the library does, with one chunk of one tensor in memory at a time."""
-    header, places = safetensors_plan(tensors)
-    with path.open("wb") as file:
-        file.write(header)
-        for name in places:
-            for start, stop in tensors[name].row_ranges():
-                file.write(bytes_of(tensors[name].rows(start, stop)))
+def write_safetensors(files: TensorFiles, directory: Path) -> None:
+    """Write files as the library does, with one chunk of one tensor in memory at a time."""
+    make_files(files, directory)
+    write_parts(files, directory, {}, World())
+
+
+def make_files(files: TensorFiles, directory: Path) -> None:
+    """Make files with their headers and at full length."""
+    for name, tensors in files.items():
+        header, _ = safetensors_plan(tensors)
+        with (directory / name).open("xb") as file:
+            file.write(header)
+            file.truncate(len(header) + sum(tensor.num_bytes for tensor in tensors.values()))
+
+
+def write_parts(
+    files: TensorFiles, directory: Path, held: Mapping[str, ChunkedState], world: World
+) -> int:
+    """Write a rank's part of all tensors into files that exist; return the number of bytes.
+
+    `held` are this rank's chunks of tensors that ranks hold. Of the others, which are read, ranks
+    take turns to write the chunks.
+    """
+    turns, written = cycle(range(world.size)), 0
+    for file, tensors in files.items():
+        _, places = safetensors_plan(tensors)
+        # Not through a mapping: nodes would write back each other's parts of a page.
+        with (directory / file).open("r+b") as out:
+            for name in places:
+                tensor = tensors[name]
+                if name in held:
+                    chunks = iter(held[name].chunks.items())
+                else:
+                    mine = (r for r in tensor.row_ranges() if next(turns) == world.rank)
+                    chunks = (((begin,), tensor.rows(begin, end)) for begin, end in mine)
+                for offsets, values in chunks:
+                    rows = values.detach()[: max(0, tensor.shape[0] - offsets[0])].cpu()
+                    if name in held:  # others are cast when they are read
+                        rows = finite_cast(rows, tensor.dtype, tensor.name)
+                    for at, content in _runs(tensor, offsets, rows):
+                        out.seek(places[name] + at)
+                        written += out.write(content)
+            out.flush()
+            os.fsync(out.fileno())  # a server's full disk is reported here
+    return written
+
+
+def _runs(tensor: LazyTensor, offsets: Shape, values: Tensor) -> Iterator[tuple[int, memoryview]]:
+    """Yield each contiguous run of a chunk in a tensor: offset in bytes, and content.
+
+    The chunk begins at `offsets` in the tensor; of whole rows only the first offset is needed.
+    """
+    row, size = tensor.num_bytes // tensor.shape[0], tensor.dtype.itemsize
+    if values.shape[1:] == tensor.shape[1:]:
+        yield offsets[0] * row, bytes_of(values)
+    else:
+        for index, part in enumerate(values, offsets[0]):
+            yield index * row + offsets[1] * size, bytes_of(part)
 
 
 def bytes_of(values: Tensor) -> memoryview:

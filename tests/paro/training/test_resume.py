@@ -21,7 +21,7 @@ from torch import Tensor
 from model import initialization
 from model.initialization import ParameterInit
 from paro.checkpoint import manifest
-from paro.checkpoint.convert import by_ranks, hugging_face
+from paro.checkpoint.convert import hugging_face, tensor_files
 from paro.checkpoint.directory import COMMON, begin_checkpoint, candidates, finish_checkpoint
 from paro.checkpoint.manifest import MANIFEST
 from paro.distributed.comm_stream import Event
@@ -256,7 +256,9 @@ def fails(root: Path, words: str, *, own_folder: bool = False, full: int | None 
         prepared = prepare_export(config, training, FROM_NOTHING, state, Log(rank=1))
         is_full = dist.get_rank() == full
         with (
-            mock.patch.object(by_ranks.os, "fsync", side_effect=error) if is_full else nullcontext()
+            mock.patch.object(tensor_files.os, "fsync", side_effect=error)
+            if is_full
+            else nullcontext()
         ):
             prepared()
 

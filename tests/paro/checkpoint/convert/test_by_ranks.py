@@ -18,13 +18,14 @@ from torch import Tensor
 
 import paro.checkpoint.convert.source
 from model.config import LlamaConfig
+from model.hugging_face import hugging_face_name
 from paro.checkpoint.agreement import one_process
 from paro.checkpoint.chunks import ChunkedState
-from paro.checkpoint.convert import by_ranks, hugging_face
-from paro.checkpoint.convert.by_ranks import make_files, write_by_ranks, write_parts
+from paro.checkpoint.convert import hugging_face, tensor_files
+from paro.checkpoint.convert.by_ranks import write_by_ranks
 from paro.checkpoint.convert.hugging_face import HuggingFacePlan, write_hugging_face
 from paro.checkpoint.convert.source import LazyTensor, ModelSource, lazy, with_vocabulary
-from paro.checkpoint.convert.tensor_files import bytes_of
+from paro.checkpoint.convert.tensor_files import bytes_of, make_files, write_parts
 from paro.distributed.world import World
 from paro.errors import StorageError
 from tests.helpers.refusals import refused
@@ -101,11 +102,11 @@ def test_parts_of_ranks_make_the_files_of_a_conversion(
     by_all, by_one = tmp_path / "ranks", tmp_path / "one"
     by_all.mkdir()
     by_one.mkdir()
-    make_files(plan, by_all)
-    written = [
-        write_parts(plan, states, by_all, World(rank=rank, size=RANKS))
-        for rank, states in enumerate(ranks)
-    ]
+    make_files(plan.files, by_all)
+    written = []
+    for rank, states in enumerate(ranks):
+        held = {hugging_face_name(name.removeprefix("param.")): states[name] for name in states}
+        written.append(write_parts(plan.files, by_all, held, World(rank=rank, size=RANKS)))
     assert min(written) > 0
     assert sum(written) == plan.num_bytes
     assert plan.write_rest(by_all) == write_hugging_face(whole, by_one)
@@ -135,7 +136,7 @@ def interrupted(folder: Path, failure: BaseException, monkeypatch: pytest.Monkey
             raise failure
         return bytes_of(values)
 
-    monkeypatch.setattr(by_ranks, "bytes_of", content_of)
+    monkeypatch.setattr(tensor_files, "bytes_of", content_of)
     write_alone(folder / "hf")
 
 
