@@ -85,7 +85,6 @@ class _Common(TypedDict):
     dynamic_loss_scale: NotRequired[bool]
     begins_with_bos: NotRequired[bool]
     token_ids: NotRequired[TokenIds]
-    trainable: NotRequired[str]
     lora: NotRequired[dict[str, Any] | None]
     base: NotRequired[BaseCheckpoint | None]
     converted_from: NotRequired[str | None]  # the Hugging Face folder with the same weights

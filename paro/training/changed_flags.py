@@ -59,9 +59,8 @@ def order_record(
         "corpora": [],
         "epochs": datasets.train_order(),
         **_length_record(train, batches),
+        **({"phases": phases} if phases else {}),
     }
-    if phases:
-        record["phases"] = phases
     read = {corpus.indexed.prefix: corpus.indexed for corpus in datasets.corpora()["train"]}
     for name, blend in blends.items():
         weights = [None] * len(blend.prefixes) if blend.weights is None else blend.shares()
@@ -122,9 +121,8 @@ def schedule_change(
     if _TOTAL in differ and all(each.get(_START) == each.get(_END) for each in (saved, now)):
         differ.remove(_TOTAL)  # weight decay is constant
     for name in differ:
-        if name == _TOTAL or (name in _LENGTHS and _follows_total(name, saved, now)):
-            continue
-        return _change(name, saved, now)
+        if name != _TOTAL and not (name in _LENGTHS and _follows_total(name, saved, now)):
+            return _change(name, saved, now)
     if not differ:
         return None
     lengths = as_read(_length_record(train, batches))
@@ -186,7 +184,7 @@ def _contents(record: Record) -> list[tuple[Any, ...]]:
 def _corpora_text(record: Record, other: Record) -> str:
     """Describe the data flag and the corpora that `other` lacks; all corpora if it lacks none."""
     contents = _contents(other)
-    pairs = list(zip(record["corpora"], _contents(record), strict=True))
+    pairs = zip(record["corpora"], _contents(record), strict=True)
     changed = [corpus for corpus, content in pairs if content not in contents]
     corpora = changed or record["corpora"]
     words = [
