@@ -165,6 +165,8 @@ class IndexedDataset:
         """Read the ids of sequence `index` from `offset` on, `length` of them or all; read-only."""
         return self.read(*self._place(index, offset, length))
 
+    __getitem__ = get
+
     def marks(self, index: int, offset: int = 0, length: int | None = None) -> LossMask:
         """Return the loss mask of the tokens that `get` returns; scripts read it by this name."""
         return self.read_marks(*self._place(index, offset, length))
@@ -202,9 +204,6 @@ class IndexedDataset:
         """Yield the first id and the number of ids of each part in which all ids are read."""
         for begin in range(0, self.num_tokens, PART_TOKENS):
             yield begin, min(PART_TOKENS, self.num_tokens - begin)
-
-    def __getitem__(self, index: int) -> Tokens:
-        return self.get(index)
 
     def __reduce__(self) -> tuple[Callable[[str, str], IndexedDataset], tuple[str, str]]:
         return _opened_again, (self.prefix, str(ObjectCache.folder))

@@ -92,10 +92,8 @@ class Datasets:
         origins = {corpus.indexed.made_with for corpus in _corpora_of(samples)}
         tables = {made_with.token_bytes if made_with else None for made_with in origins}
         table = tables.pop() if len(tables) == 1 else None
-        digests = (made_with.digest for made_with in origins if made_with)
-        if table is None or not all(
-            trained_on is None or digest in trained_on for digest in digests
-        ):
+        known = trained_on is None or all(each.digest in trained_on for each in origins if each)
+        if table is None or not known:
             return None
         counts = np.array(table.split(), dtype=np.int64)
         return np.pad(counts, (0, max(0, vocab_size - len(counts))))

@@ -66,7 +66,6 @@ _MUON_LR = 0.005  # learning rates below this are typical of AdamW, too small fo
 _SAVING = ("save_interval", "async_save", "no_save_optim", "on_save_failure")
 _WSD = ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
 _LOWEST = ("min_lr", "decoupled_min_lr")
-_SHARED = ("cp_comm_type",)
 _MUON = tuple(asdict(MuonConfig()))
 
 
@@ -112,7 +111,7 @@ def flags_without_effect(args: Namespace) -> tuple[str, ...]:
     for line, is_used, names in (
         ("nothing will be saved: {} no effect without --save DIR", args.save, _SAVING),
         (f"{{}} no effect without --lr-decay-style WSD: {style}", style.endswith("WSD"), _WSD),
-        ("{} no effect without --context-parallel-size", size != 1, _SHARED),
+        ("{} no effect without --context-parallel-size", size != 1, ("cp_comm_type",)),
         ("{} no effect without --optimizer muon", args.optimizer == "muon", _MUON),
         ("{} no effect with --lr-decay-style constant", not style.endswith("constant"), _LOWEST),
         ("{} no effect without --qk-layernorm", args.qk_layernorm, ("apply_wd_to_qk_layernorm",)),

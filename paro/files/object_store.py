@@ -100,10 +100,6 @@ class StorePath(PosixPath):
     def __str__(self) -> str:
         return super().__str__().replace(":/", "://", 1)
 
-    @property
-    def scheme(self) -> str:
-        return self.parts[0].removesuffix(":")
-
     def absolute(self) -> StorePath:
         return self
 
@@ -174,8 +170,8 @@ class StorePath(PosixPath):
     def remove_tree(self) -> None:
         """Remove all objects under the path."""
         for name in self._call("find"):
-            key = name.removeprefix(f"{self.scheme}://")
-            StorePath(f"{self.scheme}:", key).unlink(missing_ok=True)
+            key = name.removeprefix(f"{self.parts[0]}//")
+            StorePath(self.parts[0], key).unlink(missing_ok=True)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise UserError(f"{self} is in an object store, and a file is needed here")
@@ -198,7 +194,7 @@ class StorePath(PosixPath):
         wait, pause = LimitedWait(f"the object store of {self}", limit), 0.1
         while True:
             try:
-                return attempt(_file_system(self.scheme, os.getpid()))
+                return attempt(_file_system(self.parts[0].removesuffix(":"), os.getpid()))
             except UserError:
                 raise
             except Exception as error:  # of the libraries' own classes
