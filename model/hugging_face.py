@@ -320,7 +320,6 @@ def _yarn_fields(scaling: dict[str, Any], longest: int) -> dict[str, Any]:
 
 
 def _scales_nothing(rope: Mapping[str, Any]) -> bool:
-    factors = [rope.get("attention_factor") or 1]
-    for name in ("short_factor", "long_factor"):
-        factors += rope.get(name) or ()
-    return rope.get("factor") == 1 and all(factor == 1 for factor in factors)
+    by_channels = [*(rope.get("short_factor") or ()), *(rope.get("long_factor") or ())]
+    factors = rope.get("factor"), rope.get("attention_factor") or 1, *by_channels
+    return all(factor == 1 for factor in factors)

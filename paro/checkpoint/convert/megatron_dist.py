@@ -6,7 +6,7 @@ import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -23,7 +23,7 @@ from paro.checkpoint.metadata import read_metadata
 from paro.errors import UserError
 from paro.files.object_cache import MAX_BYTES
 from paro.files.regular_file import RegularFile
-from paro.files.schema import read_json
+from paro.files.schema import conform, read_json
 from paro.layout import Shape
 from paro.spec.states import MOMENTS
 
@@ -44,12 +44,6 @@ _WITH_EXTRA_STATE = (
 )
 
 
-class _Backends(TypedDict):
-    """The fields of metadata.json that are read."""
-
-    sharded_backend: str
-
-
 def is_dist(directory: Path) -> bool:
     """Return whether an iteration's folder holds a distributed checkpoint of Megatron's."""
     return (directory / BACKENDS).is_file()
@@ -57,11 +51,12 @@ def is_dist(directory: Path) -> bool:
 
 def open_dist(directory: Path, *, optimizer: bool = False) -> MegatronModel:
     """Open an iteration's folder, with the optimizer's states if asked; `UserError` if it fails."""
-    backends: _Backends = read_json(directory / BACKENDS, _Backends)
-    if backends["sharded_backend"] != "torch_dist":
+    backends = read_json(directory / BACKENDS, dict[str, Any])
+    kind = conform(backends.get("sharded_backend"), str, f"{directory / BACKENDS}: sharded_backend")
+    if kind != "torch_dist":
         raise UserError(
-            f"{directory} is in the format {backends['sharded_backend']:.40}: of distributed "
-            "checkpoints only torch_dist can be read"
+            f"{directory} is in the format {kind:.40}: of distributed checkpoints only torch_dist "
+            "can be read"
         )
     folder = DcpFolder(directory)
     path, common = _common_of(directory, folder)
