@@ -1,18 +1,18 @@
 """Trains a small model synchronously and with outer steps, and compares held-out losses."""
 
 # A training is a process for each group, of one rank, in fp32; groups share the batch, and all
-# trainings but `alone` see the same tokens. Learning rates are swept, of synchronous training and
-# of outer steps each, since these bear other rates; then one setting of outer steps is changed at a
-# time. The best one is trained half and twice as long, too, as the gap depends on the length. All
-# held-out samples are read by every evaluation.
+# trainings but `ALONE` see the same tokens. Learning rates of synchronous training are swept; outer
+# optimizers are tried at the best one, and the best of them with other learning rates, since outer
+# steps bear other rates. From there one setting is changed at a time. Some are trained half and
+# twice as long, too, as the gap depends on the length. All held-out samples are read by every
+# evaluation.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
 
@@ -29,10 +29,10 @@ from tools.shared.output import markdown_table, write_text
 
 DESCRIPTION = """\
 Compares synchronous training with groups that train alone and synchronize every H steps
-(--paro-outer-steps), on the quickstart's text (make quickstart): learning rates swept, then one
-setting at a time, the most important ones with three seeds, and four with half and twice as many
-steps. --folder gets runs.json, to which every training is added, so that a study can be stopped and
-continued, and report.md.
+(--paro-outer-steps), on the quickstart's text (make quickstart): learning rates and outer
+optimizers, then one setting at a time, the most important ones with three seeds, and four with half
+and twice as many steps. --folder gets runs.json, to which every training is added, so that a study
+can be stopped and continued, and report.md.
 
   python tools/bench/study_outer.py --folder runs/outer
 """
@@ -51,8 +51,9 @@ class Case:
     part: float = 1.0  # of the batch, without the samples of other groups
     outer: dict[str, float] = field(default_factory=dict, hash=False)  # {flag: value}; none: no
     flags: str = ""
-    rates_of: str = ""  # name of the case whose best rate is taken; empty: rates are swept
+    like: Case | None = None  # whose best rate is taken; None: rates are swept
     seeds: int = 1
+    all_lengths: bool = False
 
     def words(self, lr: float, seed: int, iterations: int, interval: int) -> list[str]:
         """Return the arguments of Python for a training."""
@@ -71,44 +72,61 @@ class Case:
         return f"{launch} {own}".split()
 
 
-def outer_case(
-    name: str, groups: int = 2, *, seeds: int = 1, flags: str = "", **changes: float
-) -> Case:
-    """Return a case of outer steps, which differs from the first one by `changes`."""
-    base = {"steps": 16.0, "lr": 0.8, "momentum": 0.9, "warmup": 100.0, "bits": 16.0, "delay": 0.0}
-    muon = " Muon" if flags else ""
-    return Case(
-        name=name,
-        groups=groups,
-        outer=base | changes,
-        flags=flags,
-        rates_of="" if name == FIRST else f"{SYNCHRONOUS}{muon}" if flags else FIRST,
-        seeds=seeds,
-    )
-
-
-FIRST, FOUR = "2 groups, H 16", "4 groups, H 16"
-SYNCHRONOUS, ALONE = "synchronous", "one group alone, half the batch"
-OUTER_RATE = "2 groups, outer rate"
-CASES = (
-    Case(name=SYNCHRONOUS, seeds=3),
-    Case(name=ALONE, part=0.5, rates_of=SYNCHRONOUS, seeds=3),
-    outer_case(FIRST, seeds=3),
-    outer_case("2 groups, without warm-up", warmup=0),
-    outer_case(FOUR, 4, seeds=3),
-    outer_case("2 groups, 4 bits", bits=4, seeds=3),
-    outer_case("2 groups, delay 2", delay=2),
-    outer_case("2 groups, H 8", steps=8),
-    outer_case("2 groups, H 32", steps=32),
-    *(
-        outer_case(f"{OUTER_RATE} {lr:g}, momentum {momentum:g}", lr=lr, momentum=momentum)
-        for lr in (0.6, 0.8, 1.0)
-        for momentum in (0.0, 0.5, 0.9)
-        if (lr, momentum) != (0.8, 0.9)
-    ),
-    Case(name=f"{SYNCHRONOUS} Muon", flags=MUON.flags),
-    outer_case("2 groups, Muon", flags=MUON.flags),
+SYNCHRONOUS = Case(name="synchronous", seeds=3, all_lengths=True)
+ALONE = Case(
+    name="one group alone, half the batch", part=0.5, like=SYNCHRONOUS, seeds=3, all_lengths=True
 )
+MUON_ALONE = Case(name="synchronous Muon", flags=MUON.flags)
+# Outer optimizers, each tried at the best rate of synchronous training.
+OPTIMIZERS = tuple(
+    Case(
+        name=f"2 groups, outer rate {lr:g}, momentum {momentum:g}",
+        groups=2,
+        outer={"steps": 16, "lr": lr, "momentum": momentum, "warmup": 100, "bits": 16, "delay": 0},
+        like=SYNCHRONOUS,
+    )
+    for lr in (0.6, 0.8, 1.0)
+    for momentum in (0.0, 0.5, 0.9)
+)
+
+
+def changed(best: Case) -> list[Case]:
+    """Return the cases that differ from the best outer optimizer's in one setting."""
+
+    def case(name: str, *, seeds: int = 1, flags: str = "", groups: int = 2, **outer: int) -> Case:
+        like = MUON_ALONE if flags else best
+        return replace(
+            best,
+            name=f"{groups} groups, {name}",
+            groups=groups,
+            outer=best.outer | outer,
+            flags=flags,
+            like=like,
+            seeds=seeds,
+            all_lengths=groups == 4,
+        )
+
+    return [
+        case("H 16", groups=4, seeds=3),
+        case("4 bits", bits=4, seeds=3),
+        case("without warm-up", warmup=0),
+        case("delay 2", delay=2),
+        case("H 8", steps=8),
+        case("H 32", steps=32),
+        case("Muon", flags=MUON.flags),
+    ]
+
+
+def cases_for(finished: Finished) -> list[Case]:
+    """Return the cases known so far: more once the best outer optimizer is known."""
+    rate = best_rate(SYNCHRONOUS, finished)
+    tried = [sweep(case, finished) for case in OPTIMIZERS]
+    if any(rate not in losses for losses in tried):
+        return [SYNCHRONOUS, ALONE, *OPTIMIZERS, MUON_ALONE]
+    at = min(range(len(tried)), key=lambda index: min(tried[index].values()))
+    best = replace(OPTIMIZERS[at], like=None, seeds=3, all_lengths=True)
+    others = (case for case in OPTIMIZERS if case.name != best.name)
+    return [SYNCHRONOUS, ALONE, best, *changed(best), *others, MUON_ALONE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +144,19 @@ class Job:
         return f"{self.case.name}, learning rate {self.lr:g}, seed {self.seed}{steps}"
 
 
-def sweep(name: str, finished: Finished) -> dict[float, float]:
+def sweep(case: Case, finished: Finished) -> dict[float, float]:
     """Return the held-out losses of a case with the first seed, by learning rate."""
-    (case,) = (each for each in CASES if each.name == name)
     names = {lr: Job(case, lr, SEEDS[0]).name for lr in RATES}
     return {lr: finished[job].last for lr, job in names.items() if job in finished}
 
 
-def rates_to_try(name: str, finished: Finished) -> list[float]:
-    """Return the learning rates of a case's sweep so far, with the neighbours of the best one."""
-    losses = sweep(name, finished)
-    if not losses.keys() >= set(FIRST_RATES):
+def rates_to_try(case: Case, finished: Finished) -> list[float]:
+    """Return the learning rates of a case so far: of a sweep those around the best one."""
+    losses = sweep(case, finished)
+    if case.like is not None:
+        rate = best_rate(case.like, finished)
+        return [] if rate is None else [rate]
+    if not losses or (not case.outer and not losses.keys() >= set(FIRST_RATES)):
         return [*FIRST_RATES]
     at = RATES.index(min(losses, key=losses.__getitem__))
     return sorted({*losses, *RATES[max(0, at - 1) : at + 2]})
@@ -144,50 +164,33 @@ def rates_to_try(name: str, finished: Finished) -> list[float]:
 
 def best_rate(case: Case, finished: Finished) -> float | None:
     """Return the learning rate of a case; None until its sweep is complete."""
-    name = case.rates_of or case.name
-    losses = sweep(name, finished)
-    is_complete = losses.keys() >= set(rates_to_try(name, finished))
+    if case.like is not None:
+        return best_rate(case.like, finished)
+    losses = sweep(case, finished)
+    is_complete = losses.keys() >= set(rates_to_try(case, finished))
     return min(losses, key=losses.__getitem__) if is_complete else None
 
 
 def jobs_for(finished: Finished) -> list[Job]:
     """Return the jobs in order, of the first seed first, but for those that wait for a sweep."""
-    jobs: list[Job] = []
-    for number, seed in enumerate(SEEDS):
-        for case in CASES:
-            if number == 0 and not case.rates_of:
-                jobs += [Job(case, lr, seed) for lr in rates_to_try(case.name, finished)]
-            lr = best_rate(case, finished)
-            if lr is not None and number < case.seeds:
-                jobs.append(Job(case, lr, seed))
-        if number == 0:
-            jobs += [job for case in of_all_lengths(finished) for job in lengths_of(case, finished)]
+    cases = cases_for(finished)
+    jobs = [Job(case, lr, SEEDS[0]) for case in cases for lr in rates_to_try(case, finished)]
+    known = [(case, lr) for case in cases if (lr := best_rate(case, finished)) is not None]
+    longer = [(case, lr) for case, lr in known if case.all_lengths]
+    jobs += [Job(case, lr, SEEDS[0], length) for case, lr in longer for length in LENGTHS]
+    jobs += [
+        Job(case, lr, seed) for seed in SEEDS for case, lr in known if seed in SEEDS[: case.seeds]
+    ]
     return list(dict.fromkeys(jobs))
-
-
-def of_all_lengths(finished: Finished) -> list[Case]:
-    """Return the cases that are trained with all numbers of steps, the best outer rate's too."""
-    swept = [case for case in CASES if case.name == FIRST or case.name.startswith(OUTER_RATE)]
-    losses = {case: _of_seeds(case, finished).get(SEEDS[0], math.nan) for case in swept}
-    is_swept = not any(map(math.isnan, losses.values()))
-    best = [min(swept, key=losses.__getitem__)] if is_swept else []
-    return [*(case for case in CASES if case.name in (SYNCHRONOUS, ALONE, FOUR)), *best]
-
-
-def lengths_of(case: Case, finished: Finished) -> list[Job]:
-    """Return the trainings of a case with the first seed, by length; none before its sweep."""
-    lr = best_rate(case, finished)
-    return [] if lr is None else [Job(case, lr, SEEDS[0], length) for length in LENGTHS]
 
 
 def report(finished: Finished) -> str:
     """Format held-out losses of all cases found so far, as Markdown."""
+    cases = [case for case in cases_for(finished) if _of_seeds(case, finished)]
     rows = []
-    base, alone = (_of_seeds(case, finished) for case in CASES[:2])
-    for case in CASES:
+    base, alone = (_of_seeds(case, finished) for case in (SYNCHRONOUS, ALONE))
+    for case in cases:
         losses = _of_seeds(case, finished)
-        if not losses:
-            continue
         apart = [loss - base[seed] for seed, loss in losses.items() if seed in base]
         listed = ", ".join(f"{loss:.4f}" for loss in losses.values())
         gap = f"{mean(apart):+.4f}" if apart else ""
@@ -202,18 +205,19 @@ def report(finished: Finished) -> str:
         "training | learning rate | held-out loss by seed | less synchronous, mean | "
         "of the way from alone to synchronous"
     )
-    sweeps = {case.name: sweep(case.name, finished) for case in CASES if not case.rates_of}
+    sweeps = {case.name: sweep(case, finished) for case in cases_for(finished)}
+    sweeps = {name: losses for name, losses in sweeps.items() if len(losses) > 1}
     tried = [lr for lr in RATES if any(lr in losses for losses in sweeps.values())]
     swept = [
         (name, *(f"{losses[lr]:.4f}" if lr in losses else "" for lr in tried))
         for name, losses in sweeps.items()
     ]
-    rates = " | ".join(["swept", *(f"{lr:g}" for lr in tried)])
+    rates = " | ".join(["learning rates", *(f"{lr:g}" for lr in tried)])
     lengths = " | ".join(["steps", *(f"{length:g} times" for length in LENGTHS)])
     longer = [
-        (case.name, *(_last(job, finished) for job in lengths_of(case, finished)))
-        for case in of_all_lengths(finished)
-        if lengths_of(case, finished)
+        (case.name, *(_last(Job(case, lr, SEEDS[0], each), finished) for each in LENGTHS))
+        for case in cases
+        if case.all_lengths and (lr := best_rate(case, finished)) is not None
     ]
     parts = (markdown_table(heads, rows), markdown_table(rates, swept))
     return "\n".join([*parts[0], "", *parts[1], "", *markdown_table(lengths, longer)]) + "\n"

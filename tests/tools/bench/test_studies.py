@@ -40,7 +40,7 @@ from tools.bench.recovery.gated import POINTS
 from tools.bench.shared import trainings
 from tools.bench.shared.trainings import Finished, Losses, read_finished, run_all
 from tools.bench.study_optimizers import IN_PARTS, LIKE, MUON, ROUNDED, SHORTER, Job
-from tools.bench.study_outer import CASES
+from tools.bench.study_outer import ALONE, OPTIMIZERS, changed
 from tools.bench.study_plan import chapters_of
 
 
@@ -50,7 +50,8 @@ def test_trainings_of_studies_have_flags_of_a_run() -> None:
     ]
     sweeps = [sweep.words(1e-3, 400)[1:] for sweep in study_mup.sweeps_of([128, 512])]
     averages = [study_averages.flags_of(3, 800, 2e-3, saves) for saves in (None, Path("saves"))]
-    outer = [case.words(1e-3, 1, 800, 100) for case in CASES]
+    cases = [ALONE, *OPTIMIZERS, *changed(OPTIMIZERS[0])]
+    outer = [case.words(1e-3, 1, 800, 100) for case in cases]
     outer = [words[words.index("pretrain_llama.py") + 1 :] for words in outer]
     timing = Namespace(micro_batches=4, machine_file=Path("machine"), fp32=False)
     outer += [each.words(timing) for each in bench_outer.contenders(14)]
