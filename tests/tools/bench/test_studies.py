@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ from tools.bench.recovery.gated import POINTS
 from tools.bench.shared import trainings
 from tools.bench.shared.trainings import Finished, Losses, read_finished, run_all
 from tools.bench.study_optimizers import IN_PARTS, LIKE, MUON, ROUNDED, SHORTER, Job
-from tools.bench.study_outer import ALONE, OPTIMIZERS, changed
+from tools.bench.study_outer import ALONE, OPTIMIZERS, changed, jobs_for
+from tools.bench.study_outer import report as report_of_outer
 from tools.bench.study_plan import chapters_of
 
 
@@ -63,6 +65,24 @@ def test_trainings_of_studies_have_flags_of_a_run() -> None:
         assert args.train_iters == (300 if name == SHORTER else 400)
         assert args.optimizer == ("muon" if LIKE[name] == MUON else "adam")
         assert (args.exp_avg_dtype == args.exp_avg_sq_dtype == "bf16") is (name == ROUNDED)
+
+
+def test_a_study_of_outer_steps_changes_settings_of_the_best_optimizer() -> None:
+    finished: Finished = {}
+    while missing := [job for job in jobs_for(finished) if job.name not in finished]:
+        job = missing[0]
+        far = abs(math.log2(job.lr / (1e-3 if job.case.outer else 4e-3)))
+        loss = 3.0 + 0.1 * far + 0.2 * abs(job.case.outer.get("momentum", 0.5) - 0.5)
+        loss += 0.1 * abs(job.case.outer.get("lr", 1.0) - 1.0) + (job.case is ALONE)
+        finished[job.name] = Losses(loss=[], held_out=[(1, loss)], seconds=1.0)
+    assert len(finished) <= 60
+    best = "2 groups, outer rate 1, momentum 0.5, learning rate 0.001"
+    assert {f"{best}, seed 3", f"{best}, seed 1, 2 times the steps"} <= finished.keys()
+    assert "4 groups, H 16, learning rate 0.001, seed 3" in finished
+    assert (
+        "| 2 groups, outer rate 1, momentum 0.5 | 0.001 | 3.0000, 3.0000, 3.0000 | +0.0000 | 100% |"
+        in (report_of_outer(finished))
+    )
 
 
 @pytest.mark.verify
