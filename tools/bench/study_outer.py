@@ -76,7 +76,7 @@ SYNCHRONOUS = Case(name="synchronous", seeds=3, all_lengths=True)
 ALONE = Case(
     name="one group alone, half the batch", part=0.5, like=SYNCHRONOUS, seeds=3, all_lengths=True
 )
-MUON_ALONE = Case(name="synchronous Muon", flags=MUON.flags)
+SYNCHRONOUS_MUON = Case(name="synchronous Muon", flags=MUON.flags)
 # Outer optimizers, each tried at the best rate of synchronous training.
 OPTIMIZERS = tuple(
     Case(
@@ -94,7 +94,7 @@ def changed(best: Case) -> list[Case]:
     """Return the cases that differ from the best outer optimizer's in one setting."""
 
     def case(name: str, *, seeds: int = 1, flags: str = "", groups: int = 2, **outer: int) -> Case:
-        like = MUON_ALONE if flags else best
+        like = SYNCHRONOUS_MUON if flags else best
         return replace(
             best,
             name=f"{groups} groups, {name}",
@@ -122,11 +122,11 @@ def cases_for(finished: Finished) -> list[Case]:
     rate = best_rate(SYNCHRONOUS, finished)
     tried = [sweep(case, finished) for case in OPTIMIZERS]
     if any(rate not in losses for losses in tried):
-        return [SYNCHRONOUS, ALONE, *OPTIMIZERS, MUON_ALONE]
+        return [SYNCHRONOUS, ALONE, *OPTIMIZERS, SYNCHRONOUS_MUON]
     at = min(range(len(tried)), key=lambda index: min(tried[index].values()))
     best = replace(OPTIMIZERS[at], like=None, seeds=3, all_lengths=True)
     others = (case for case in OPTIMIZERS if case.name != best.name)
-    return [SYNCHRONOUS, ALONE, best, *changed(best), *others, MUON_ALONE]
+    return [SYNCHRONOUS, ALONE, best, *changed(best), *others, SYNCHRONOUS_MUON]
 
 
 @dataclass(frozen=True, slots=True)
