@@ -76,7 +76,8 @@ RUN_ELSEWHERE = (
 # The first needs a checkout of another project, fixed_runs.py takes minutes, and torchrun is a
 # stand-in here: tests/tools has tests of all three, of lm-eval, which is no requirement, and of
 # the merge of checkpoints, which needs three of them.
-# The others need GPUs; tests/tools/bench/test_benchmarks.py rehearses them.
+# Two need GPUs; tests/tools/bench/test_benchmarks.py rehearses them. The last four run all tests
+# with another torch, in minutes and gigabytes.
 BY_HAND = (
     "python tools/bench/megatron_flags.py MEGATRON_CHECKOUT",
     "python tools/bench/fixed_runs.py",
@@ -86,6 +87,10 @@ BY_HAND = (
     "python tools/merge_checkpoints.py",
     "python tools/bench/one_rank.py --ranks 128",
     "make gpu",
+    "python3 -m venv .venv",
+    "grep -vE",
+    ".venv/bin/pip install -r requirements-dev.txt torch==",
+    ".venv/bin/python -m pytest -n 3",
 )
 
 PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:\S*python\d?|torchrun|make|bash|sbatch|srun|sudo|pytest|pip) "
