@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count, pairwise
+from itertools import count, islice, pairwise
 
 import torch
 from torch import Tensor
@@ -165,26 +165,17 @@ class Transfer:
             raise
 
     def _run_level(self, level: int) -> None:
-        todo = deque(self.schedule.of_level[level])
-        posted: deque[tuple[Tensor, Pending]] = deque()
-        ahead = iter(enumerate(self.schedule.of_level[level]))
-
-        def post() -> None:
-            for number, index in ahead:
-                posted.append(self._post(index, number % MESSAGES_UNDER_WAY))
-                return
-
-        for _ in range(MESSAGES_UNDER_WAY):
-            post()
-        self._send([i for i in todo if not self._steps[i].send.after])
-        while todo:
-            index = todo.popleft()
+        steps = self.schedule.of_level[level]
+        receives = (self._post(i, n % MESSAGES_UNDER_WAY) for n, i in enumerate(steps))
+        posted = deque(islice(receives, MESSAGES_UNDER_WAY))
+        self._send([i for i in steps if not self._steps[i].send.after])
+        for index in steps:
             landed, pending = posted.popleft()
             pending.wait()
             self._await(partial(self._all_arrived, self._steps[index].receive.after))
             self._take(index, landed)
             self._arrive(index)
-            post()
+            posted.extend(islice(receives, 1))
             # Waiting for old sends bounds the number of converted copies, which live until sent.
             while len(self._sends[level]) > MESSAGES_UNDER_WAY:
                 self._sends[level].popleft().wait()

@@ -15,11 +15,12 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 
 from torch import Tensor
 
 from paro.collectives.interface import Endpoint
-from paro.collectives.wire import Pending, Wire
+from paro.collectives.wire import Wire
 from paro.distributed.comm_stream import Event, Stage
 from paro.topology import AxisSpan, StreamKind
 
@@ -108,19 +109,16 @@ class Ring(Endpoint):
         if not self.groups.resources.streams.runs_concurrently:
             return self._submit(self.kind, self.span, exchange)
 
-        def receive(number: int) -> Pending:
-            return wire.receive(pairs[number][1], source, first + number)
-
-        arriving = deque(receive(number) for number in range(min(2, len(pairs))))
+        receives = (wire.receive(into, source, tag) for tag, (_, into) in enumerate(pairs, first))
+        arriving = deque(islice(receives, 2))
         leaving = [wire.send(outgoing, to, tag) for tag, (outgoing, _) in enumerate(pairs, first)]
 
         def finish() -> None:
-            for number, (outgoing, incoming) in enumerate(pairs):
+            for (outgoing, incoming), sent in zip(pairs, leaving, strict=True):
                 arriving.popleft().wait()
-                leaving[number].wait()
+                sent.wait()
                 if in_place:
                     outgoing.copy_(incoming)
-                if number + 2 < len(pairs):
-                    arriving.append(receive(number + 2))
+                arriving.extend(islice(receives, 1))
 
         return _Underway((self.kind, *self.span), finish)

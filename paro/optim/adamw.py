@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from paro.errors import UserError, describe
-from paro.optim.rounding import Rounding, round_into, upper_half
+from paro.optim.rounding import Rounding, round_into
 from paro.spec.param_groups import GroupFactors
 
 _CHUNK = 2**16  # number of elements whose bf16 moments torch updates at a time, in fp32
@@ -134,7 +134,7 @@ class TorchAdamW(AdamW):
         )
         if self.rounding is not None:
             bits = self.rounding.bits(part.start, part.stop, self._count, grad.device)
-            for moment, values, half in zip(kept, moments, (bits, upper_half(bits)), strict=True):
+            for moment, values, half in zip(kept, moments, (bits, bits >> 16), strict=True):
                 if values is not moment:
                     round_into(values, half, moment)
 

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
@@ -18,10 +19,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from paro.layout import ChunkRange
+from paro.layout import ChunkRange, parameter_runs
 
 _HALF = 0xFFFF
-_MULTIPLIERS = (0x7FEB352D, 0x846CA68B)  # constants of the 32-bit hash lowbias32
+# Constants of the 32-bit hash lowbias32, as signed numbers.
+_MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,6 @@ class Rounding:
     @classmethod
     def of(cls, part: ChunkRange, seed: int) -> Rounding:
         chunk = part.chunk
-        strides = [prod(chunk.shape[dim + 1 :]) for dim in range(len(chunk.shape))]
         assert chunk.sizes[2:] == chunk.shape[2:], f"{chunk} is cut in its third dim"
         return cls(
             seed=seed,
@@ -50,28 +51,25 @@ class Rounding:
             low=part.low,
             width=prod(chunk.sizes[1:]),
             stride=prod(chunk.shape[1:]),
-            start=sum(at * stride for at, stride in zip(chunk.offsets, strides, strict=True)),
+            start=next(parameter_runs(chunk, 0, 1))[0],
         )
 
     def keys(self, step: int) -> tuple[int, int]:
         """Return two keys for the hash of a step, as signed 32-bit numbers."""
         text = f"{self.seed} {step} {self.name}".encode()
-        digest = blake2b(text, digest_size=8).digest()
-        first, second = (int.from_bytes(digest[i : i + 4], "little") for i in (0, 4))
-        return _signed(first), _signed(second)
+        return struct.unpack("<2i", blake2b(text, digest_size=8).digest())
 
     def bits(self, begin: int, end: int, step: int, device: torch.device) -> Tensor:
         """Return 32 random bits for each of the elements [begin, end) of the range."""
         first, second = self.keys(step)
         at = torch.arange(self.low + begin, self.low + end, device=device)
         if self.width != self.stride:
-            row = at // self.width
-            at += row * (self.stride - self.width)
+            at += at // self.width * (self.stride - self.width)
         hashed = (at + self.start).to(torch.int32)
         hashed ^= first
         for shift, multiplier in zip((16, 15), _MULTIPLIERS, strict=True):
             hashed ^= _shifted(hashed, shift)
-            hashed *= _signed(multiplier)
+            hashed *= multiplier
         hashed ^= _shifted(hashed, 16)
         hashed ^= second
         return hashed
@@ -85,17 +83,6 @@ def round_into(values: Tensor, bits: Tensor, into: Tensor) -> None:
     into.copy_(values)
 
 
-def upper_half(bits: Tensor) -> Tensor:
-    """Return the upper halves of 32 bits as the low halves."""
-    return _shifted(bits, 16)
-
-
 def _shifted(words: Tensor, number: int) -> Tensor:
     """Shift unsigned words right, in a type whose own shift copies the sign."""
     return (words >> number).bitwise_and_((1 << (32 - number)) - 1)
-
-
-def _signed(word: int) -> int:
-    """Return the signed number with the bits of a 32-bit word."""
-    word &= 0xFFFFFFFF
-    return word - (1 << 32) if word >> 31 else word

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from itertools import chain
 from typing import Any
 
@@ -131,8 +131,7 @@ class RotatingUnit(UnitShards):
         self._slots = {slot: spare.values for slot, spare in self._spares.items()}
         self._slots[SliceSlot.SHARD] = self.param_shard
         self._views: dict[tuple[int, SliceSlot], dict[str, Tensor]] = {}  # {(step, slot): views}
-        self._weights_arrived: Event = DONE  # arrival of the slice of weights that is under way
-        self._grads_arrived: Event = DONE  # arrival of the gradients that are under way
+        self._arrivals: dict[WaitKind, Event] = {}  # of the weights and gradients under way
 
     # Slices #
 
@@ -181,31 +180,6 @@ class RotatingUnit(UnitShards):
         """Copy a slice from one slot to another."""
         self._slots[to].copy_(self._slots[source])
 
-    def shift(self, source: SliceSlot, to: SliceSlot) -> None:
-        """Queue a shift: send the slice in `source` to the next rank, receive another into `to`."""
-        self._weights_arrived = self._shift(WaitKind.GATHER, ShiftDirection.CLOCKWISE, source, to)
-
-    def shift_back(self, source: SliceSlot, to: SliceSlot) -> None:
-        """Queue a shift to the previous rank, in backward."""
-        self._weights_arrived = self._shift(
-            WaitKind.GATHER, ShiftDirection.COUNTER_CLOCKWISE, source, to
-        )
-
-    def wait_shifted(self) -> None:
-        """Wait for the slice of weights that the last shift brings."""
-        self.context.exposed_timer.wait(WaitKind.GATHER, self._weights_arrived)
-        self._weights_arrived = DONE
-
-    def shift_grads(self, source: SliceSlot, to: SliceSlot, scratch: SliceSlot) -> None:
-        """Queue a shift of the gradient of a slice to the previous rank."""
-        direction = ShiftDirection.COUNTER_CLOCKWISE
-        self._grads_arrived = self._shift(WaitKind.REDUCE, direction, source, to, scratch)
-
-    def wait_grads(self) -> None:
-        """Wait for the gradient that the last shift brings."""
-        self.context.exposed_timer.wait(WaitKind.REDUCE, self._grads_arrived)
-        self._grads_arrived = DONE
-
     def _shift(
         self,
         kind: WaitKind,
@@ -213,12 +187,25 @@ class RotatingUnit(UnitShards):
         source: SliceSlot,
         to: SliceSlot,
         scratch: SliceSlot = SliceSlot.SCRATCH,
-    ) -> Event:
+    ) -> None:
+        """Queue a shift: send what is in `source` to a neighbour, receive another into `to`."""
         values, slots = self._slots[source], self._slots
         with self.context.exposed_timer.submitting(kind):  # without overlap the shift runs here
             if source == to:
-                return self._ring.shift_in_place(values, slots[scratch], direction)
-            return self._ring.shift(values, slots[to], direction)
+                arrival = self._ring.shift_in_place(values, slots[scratch], direction)
+            else:
+                arrival = self._ring.shift(values, slots[to], direction)
+        self._arrivals[kind] = arrival
+
+    def _wait_arrived(self, kind: WaitKind) -> None:
+        """Wait for what the last shift of this kind brings."""
+        self.context.exposed_timer.wait(kind, self._arrivals.pop(kind, DONE))
+
+    shift = partialmethod(_shift, WaitKind.GATHER, ShiftDirection.CLOCKWISE)
+    shift_back = partialmethod(_shift, WaitKind.GATHER, ShiftDirection.COUNTER_CLOCKWISE)
+    wait_shifted = partialmethod(_wait_arrived, WaitKind.GATHER)
+    shift_grads = partialmethod(_shift, WaitKind.REDUCE, ShiftDirection.COUNTER_CLOCKWISE)
+    wait_grads = partialmethod(_wait_arrived, WaitKind.REDUCE)
 
     def zero_gaps(self, slot: SliceSlot, step: int) -> None:
         """Set the padding of a gradient's slice to 0."""

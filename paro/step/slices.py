@@ -54,7 +54,6 @@ class SliceState(Enum):
     """The slots of a unit's slices."""
 
     HOME = "every rank's own slice is in SHARD"
-    COPYING = "copies pass through, SHARD is not modified"
     SHIFTING = "a forward shifts the slices, which a backward returns"
     SHIFTED = "the slice of the next rank is in SHARD"
 
@@ -108,7 +107,7 @@ class SlicePolicy:
 
     def _begin_forward(self, *, shifts_back: bool) -> list[SliceAction]:
         assert self._state is not SliceState.SHIFTED, "the slices have not been shifted back"
-        self._state = SliceState.SHIFTING if shifts_back else SliceState.COPYING
+        self._state = SliceState.SHIFTING if shifts_back else SliceState.HOME
         actions: list[SliceAction] = [(ActionKind.WAIT,)]
         if self._in_place:
             return actions + self._allocate(
@@ -125,13 +124,11 @@ class SlicePolicy:
         if step + 1 < self._num_steps:
             shift = (ActionKind.SHIFT, self.slot(step), self.slot(step + 1))
             return [shift, (ActionKind.WAIT_SHIFTED,)] if self._in_place else []
-        if self._state is SliceState.COPYING:
-            self._state = SliceState.HOME
         return self._free(SliceSlot.SPARE, SliceSlot.SPARE_2, SliceSlot.SCRATCH)
 
     def slot(self, step: int) -> SliceSlot:
         """Return the slot of the slice of a step."""
-        if self._state in (SliceState.SHIFTING, SliceState.SHIFTED):
+        if self._state is not SliceState.HOME:
             at_home = self._in_place or (self._num_steps - 1 - step) % 2 == 0
             return SliceSlot.SHARD if at_home else SliceSlot.SPARE
         if step == 0:

@@ -281,10 +281,8 @@ CAUGHT = {
         "III",
         f"{SAVED} {OUTER} {AT_THE_SAVE}",
     ),
-    "rotation.rotated_model RotatingUnit.wait_shifted: "
-    "self.context.exposed_timer.wait(WaitKind.GATHER, self._weights_arrived)": ("IIG", ROTATE),
-    "rotation.rotated_model RotatingUnit.wait_grads: "
-    "self.context.exposed_timer.wait(WaitKind.REDUCE, self._grads_arrived)": ("IIG", ROTATE),
+    "rotation.rotated_model RotatingUnit._wait_arrived: "
+    "self.context.exposed_timer.wait(kind, self._arrivals.pop(kind, DONE))": ("IIG", ROTATE),
     "sharding.distributed_model DistributedModel.wait_for_updated_params: "
     "unit.wait_for_updated_params()": ("NIG", SAVED),
     "sharding.sharded_unit ShardedUnit.gather: after=self._updated": ("IIG", ""),

@@ -92,7 +92,7 @@ _OLD_SENDS = "> MESSAGES_UNDER_WAY:\n                self._sends[level].popleft(
 _LAST_SENDS = "while self._sends[level]:\n            self._sends[level].popleft()"
 OF_RINGS = (
     (*_RING, "arriving.popleft().wait()", "arriving.popleft()"),
-    (*_RING, "leaving[number].wait()", "pass"),
+    (*_RING, "sent.wait()", "pass"),
 )
 OTHERS = (
     (*_LEVEL, "pending.wait()", "pass"),
