@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from math import gcd
 from typing import Any
 
@@ -26,48 +25,31 @@ def with_values(args: Namespace, values: Mapping[str, object]) -> Namespace:
     return Namespace(**vars(args) | dict(values))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchFlags:
-    """The batch sizes that flags give, before the data-parallel size is known."""
-
-    micro_batch_size: int
-    global_batch_size: int | None  # None: a micro-batch of every data-parallel rank
-    rampup_batch_size: tuple[int, int, int] | None
-    step_batch_size_schedule: tuple[tuple[int, int], ...] | None
-    eval_global_batch_size: int | None
-    eval_micro_batch_size: int | None
-    evaluates: bool
-    elastic: bool
-
-    def schedule(
-        self, data_parallel_size: int, micro_batch_size: int | None = None
-    ) -> BatchSchedule:
-        """Build the schedule of batch sizes; `UserError` where they do not fit the ranks."""
-        values = {of.name: getattr(self, of.name) for of in fields(self) if of.name != "elastic"}
-        values["micro_batch_size"] = size = micro_batch_size or self.micro_batch_size
-        if self.global_batch_size is None:
-            values["global_batch_size"] = size * data_parallel_size
-            if self.elastic:
-                raise UserError(
-                    "--paro-elastic keeps the global batch where the ranks change: give it, such "
-                    f"as --global-batch-size {size * data_parallel_size}, a multiple for every "
-                    "number of ranks"
-                )
-        return BatchSchedule(**values, data_parallel_size=data_parallel_size)
-
-
-def take_batch_flags(args: Namespace) -> BatchFlags:
-    global_batch_size, steps = args.global_batch_size, None
+def take_batches(
+    args: Namespace, data_parallel_size: int, micro_batch_size: int | None = None
+) -> BatchSchedule:
+    """Build the schedule of batch sizes; `UserError` where they do not fit the ranks."""
+    size, steps = micro_batch_size or args.micro_batch_size, None
+    global_batch_size = args.global_batch_size
     if args.step_batch_size_schedule is not None:
         for flag in ("global_batch_size", "rampup_batch_size"):
             if getattr(args, flag) is not None:
                 raise contradiction("--step-batch-size-schedule", flag_of(flag))
         steps = parse_steps(args.step_batch_size_schedule, args.seq_length)
         global_batch_size = steps[-1][1]
+    if global_batch_size is None:  # a micro-batch of every data-parallel rank
+        global_batch_size = size * data_parallel_size
+        if args.paro_elastic:
+            raise UserError(
+                "--paro-elastic keeps the global batch where the ranks change: give it, such as "
+                f"--global-batch-size {global_batch_size}, a multiple for every number of ranks"
+            )
     return take(
-        BatchFlags,
+        BatchSchedule,
         args,
+        micro_batch_size=size,
         global_batch_size=global_batch_size,
+        data_parallel_size=data_parallel_size,
         step_batch_size_schedule=steps,
         evaluates=args.eval_iters > 0,
     )

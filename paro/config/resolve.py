@@ -35,7 +35,7 @@ from paro.config.context_parallel import (
     with_micro_batches,
 )
 from paro.config.elastic import nodes_line
-from paro.config.parts import BatchFlags
+from paro.config.parts import take_batches
 from paro.config.sharding import (
     ShardingConfig,
     ShardingFlags,
@@ -156,7 +156,7 @@ class OpenChoices:
     task: TrainingTask
     sharding_flags: ShardingFlags
     bits: tuple[ShardingConfig, PrecisionConfig, tuple[str, ...]]  # result of `take_inter_bits`
-    batch_flags: BatchFlags
+    args: Namespace  # of which the batch sizes are taken
     checkpoint: CheckpointConfig
     runtime: RuntimeConfig
 
@@ -170,7 +170,7 @@ class OpenChoices:
         if sharding.machine is not None and self.runtime.by_nccl:
             order = self.runtime.paro_nccl_launch_order
             sharding = replace(sharding, machine=replace(sharding.machine, launch_order=order))
-        world, context, size = sharding.world, sharding.context, self.batch_flags.micro_batch_size
+        world, context, size = sharding.world, sharding.context, self.args.micro_batch_size
         flags: dict[str, object] = {}
         lines: tuple[str, ...] = ()
         if context.auto:
@@ -204,7 +204,7 @@ class OpenChoices:
     def _batches_of(self, context: ContextParallelConfig, size: int) -> BatchSchedule:
         world = self.sharding_flags.sharding.world
         num_ranks = data_parallel_size_of(world, context.context_parallel_size)
-        return self.batch_flags.schedule(num_ranks, size)
+        return take_batches(self.args, num_ranks, size)
 
     def _context_of(
         self, sharding: ShardingConfig
@@ -214,7 +214,7 @@ class OpenChoices:
         Also returns log lines. While the machine is unmeasured, the first candidate is chosen.
         """
         strategy, is_unmeasured = self.sharding_flags.strategy, self.sharding_flags.is_unmeasured
-        flag, size = sharding.context.auto[0], self.batch_flags.micro_batch_size
+        flag, size = sharding.context.auto[0], self.args.micro_batch_size
         world, machine, task = sharding.world, sharding.machine, self.task
         configs = [*possible_configs(sharding.context, task.context_limits(sharding))]
         if not configs:  # check_context says why
@@ -240,7 +240,8 @@ class OpenChoices:
             raise UserError(
                 f"{flag} auto: give --paro-machine, a shipped name, a file or {MEASURE}"
             )
-        if flag == SIZE_FLAG and self.batch_flags.global_batch_size is None:
+        sizes = self.args.global_batch_size, self.args.step_batch_size_schedule
+        if flag == SIZE_FLAG and sizes == (None, None):
             raise UserError(f"{flag} auto compares steps of one batch: give --global-batch-size")
 
         def whole(config: ContextParallelConfig, size: int) -> BatchSchedule:

@@ -32,7 +32,7 @@ from paro.config.elastic import fitted_to_ranks
 from paro.config.model import take_model, vocab_size_given
 from paro.config.parts import (
     fitting_batches,
-    take_batch_flags,
+    take_batches,
     take_loss_scale,
     take_precision,
     take_schedule,
@@ -305,7 +305,7 @@ def take_tokens(args: Namespace) -> Tokens:
 
 def _fitting_batches(args: Namespace, data_parallel_size: int) -> BatchSchedule:
     fitting = fitting_batches(args, data_parallel_size)
-    return take_batch_flags(with_values(args, fitting)).schedule(data_parallel_size)
+    return take_batches(with_values(args, fitting), data_parallel_size)
 
 
 # (part of the configuration, function that makes the part), in order. The function's parameters
@@ -342,13 +342,9 @@ _MAKERS: tuple[tuple[str, Callable[..., object]], ...] = (
     ("fitted", fitted_to_ranks),
     ("sharding_flags", take_sharding),
     ("bits", lambda sharding_flags, as_given: take_inter_bits(sharding_flags.sharding, as_given)),
-    ("batch_flags", take_batch_flags),
     ("choices", OpenChoices),
     ("decision", lambda choices: choices.decide()),
-    (
-        "batches",
-        lambda batch_flags, data_parallel_size: batch_flags.schedule(data_parallel_size),
-    ),
+    ("batches", take_batches),
     ("batches", _fitting_batches),
     ("train", take_train),
     ("schedule", take_schedule),
