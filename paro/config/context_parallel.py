@@ -26,13 +26,8 @@ from paro.planning.description import seconds_text
 from paro.planning.estimator import Estimator
 from paro.planning.planner import TIE, best_by_context
 from paro.planning.search_space import PlanRequest, SearchSpace
-from paro.spec.context_layout import (
-    SIZE_FLAG,
-    SIZES_FLAG,
-    TYPE_FLAG,
-    ContextLayout,
-    ContextLimits,
-)
+from paro.spec.context_layout import SIZE_FLAG, SIZES_FLAG, TYPE_FLAG, ContextLayout
+from paro.spec.run_spec import ContextLimits
 from paro.strategy import Strategy
 from paro.text import listed
 from paro.topology import divisors
@@ -193,7 +188,7 @@ def possible_configs(
         for name in types if degree > 1 else ["p2p"]:
             splits: list[tuple[int, ...] | None] = [base.hierarchical_context_parallel_sizes]
             if name == "a2a+p2p" and splits == [None]:
-                inside = (n for n in range(2, degree // 2 + 1) if limits.group_size % n == 0)
+                inside = (n for n in range(2, degree // 2 + 1) if limits.run.group_size % n == 0)
                 splits = [(n, degree // n) for n in inside if degree % n == 0]
             for split in splits:
                 config = replace(
@@ -296,7 +291,7 @@ def faster_comm_type(
     seconds = estimator.estimate(candidate).seconds
     least, fastest = seconds / (1 + _CLEAR_GAIN), None
     base = replace(config, cp_comm_type="p2p", hierarchical_context_parallel_sizes=None)
-    limits = request.context_limits(request.world_size)
+    limits = ContextLimits(request, request.world_size)
     for other in possible_configs(replace(base, auto=(TYPE_FLAG,)), limits):
         changed = replace(candidate, context=other.layout)
         if estimator.costs(changed).least_seconds() < least:

@@ -20,10 +20,9 @@ from paro.planning.search_space import PlanRequest
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.schedule.batch_schedule import BatchSchedule
-from paro.spec.context_layout import ContextLimits
 from paro.spec.optim_config import MuonConfig, OptimConfig
 from paro.spec.outer_steps import OuterConfig
-from paro.spec.run_spec import Materialize, RunSettings
+from paro.spec.run_spec import ContextLimits, Materialize, RunSettings, RunSpec
 from paro.spec.strategy_limits import StrategyLimits
 from paro.strategy import FLAG, Strategy, check_group_size, parse_strategy, strategy_of
 
@@ -216,7 +215,25 @@ class TrainingTask(NamedTuple):
         """Return the limits of context-parallel layouts, which depend on no batch size."""
         batches = BatchSchedule(micro_batch_size=1, global_batch_size=1, data_parallel_size=1)
         settings = RunSettings(**self.settings(batches, sharding), micro_batch_size=1)
-        return settings.context_limits(sharding.world.size)
+        return ContextLimits(settings, sharding.world.size)
+
+    def run_spec(
+        self,
+        batches: BatchSchedule,
+        sharding: ShardingConfig,
+        strategy: Strategy,
+        trained: frozenset[str],
+    ) -> RunSpec:
+        """Build the description of a run in which the parameters named `trained` train."""
+        return RunSpec(
+            **self.settings(batches, sharding),
+            trained=trained,
+            recompute=self.model.recompute,
+            world_size=sharding.world.size,
+            strategy=strategy,
+            micro_batch_size=batches.micro_batch_size if trained else batches.eval_micro_batch,
+            num_micro_batches=batches.most_micro_batches,
+        )
 
     def plan_request(self, batches: BatchSchedule, sharding: ShardingConfig) -> PlanRequest:
         """Build the planner's request from the task, its batches and its sharding."""

@@ -20,7 +20,7 @@ from paro.planning.search_space import (
     recompute_flags,
 )
 from paro.spec.context_layout import SIZE_FLAG, ContextLayout
-from paro.spec.run_spec import Materialize, RunSpec
+from paro.spec.run_spec import ContextLimits, Materialize, RunSpec
 from paro.strategy import Strategy
 from paro.text import size_text
 from paro.topology import divisors
@@ -115,7 +115,7 @@ def single_changes(request: PlanRequest, least: Candidate) -> Iterator[FlagChang
 
 def larger_contexts(run: RunSpec) -> Iterator[tuple[str, ContextLayout]]:
     """Yield larger context-parallel layouts that a run may have, smallest first, with flags."""
-    limits = run.context_limits(run.world_size)
+    limits = ContextLimits(run, run.world_size)
     for size in range(run.context.size + 1, limits.most + 1):
         for name in ("p2p", "a2a"):
             layout = ContextLayout.of_type(name, size, flat=run.context.is_flat)

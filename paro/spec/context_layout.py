@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from model.config import LlamaConfig
 from paro.collectives.choice import AlgorithmChoice, needed_groups
 from paro.spec.kv_exchange import DoubleRing, GatheredKV
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Spans, StreamKind, Topology, make_topology
@@ -136,61 +135,6 @@ class ContextLayout:
 
 
 ALONE = ContextLayout()  # no context parallelism: every rank has whole samples
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContextLimits:
-    """Limits of a run's context-parallel layouts: its ranks, groups, sequence length and heads."""
-
-    model: LlamaConfig
-    world_size: int
-    group_size: int
-    seq_length: int
-    no_log_sum_exp: str | None = None  # why attention returns none, to merge parts from a ring
-    rotates: bool = False  # whether weights rotate, so that ranks have different heads at a time
-    alone: bool = False  # whether groups train alone, between outer steps
-
-    @property
-    def most(self) -> int:
-        """The most ranks that may share a sample."""
-        return 1 if self.rotates else self.group_size if self.alone else self.world_size
-
-    def reason_invalid(self, layout: ContextLayout) -> str | None:
-        """Say why a layout cannot divide a sample, as text after a colon; None if it can."""
-        size, heads, group_size = layout.size, layout.heads, self.group_size
-        num_heads, num_kv_heads = self.model.num_attention_heads, self.model.num_query_groups
-        if size == 1:
-            return None
-        if self.rotates:
-            return (
-                "with --paro-materialize rotate ranks of a ring have different heads at a time, "
-                "which cannot be exchanged"
-            )
-        if size > self.most:
-            return (
-                f"with --paro-outer-steps groups of {group_size} ranks train alone, and it shares "
-                "a sample between groups"
-            )
-        if layout.ring > 1 and self.no_log_sum_exp is not None:
-            return self.no_log_sum_exp
-        if self.world_size % size:
-            return f"it does not divide the {self.world_size} ranks"
-        for part in (size, heads, layout.inner or size):
-            if part % group_size and group_size % part:
-                return f"{part} ranks and groups of {group_size} do not divide one another"
-        if self.seq_length % (2 * size):
-            return (
-                f"--seq-length {self.seq_length} is no multiple of {2 * size}, two parts for each "
-                "rank"
-            )
-        if num_heads % heads:
-            return f"{num_heads} heads cannot be exchanged among {heads} ranks"
-        if num_kv_heads % heads and heads % num_kv_heads:
-            return (
-                f"{num_kv_heads} heads of keys and values cannot be exchanged among {heads} "
-                "ranks: one number must divide the other"
-            )
-        return None
 
 
 class HeadExchange(NamedTuple):

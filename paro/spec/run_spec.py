@@ -15,7 +15,7 @@ from paro.collectives.choice import AlgorithmChoice, needed_groups
 from paro.collectives.schedule import Op
 from paro.layout import Unit
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.spec.context_layout import ALONE, ContextLayout, ContextLimits
+from paro.spec.context_layout import ALONE, ContextLayout
 from paro.spec.muon_rounds import muon_bucket_size, muon_rounds
 from paro.spec.optim_config import MuonConfig
 from paro.spec.outer_steps import OuterConfig
@@ -76,17 +76,61 @@ class RunSettings:
         adamw = self.precision.optimizer == "adam" and not self.precision.optimizer_cpu_offload
         return adamw and self.outer is None and self.device_type == "cuda"
 
-    def context_limits(self, world_size: int) -> ContextLimits:
-        """Return the limits of context-parallel layouts on a number of ranks."""
-        return ContextLimits(
-            model=self.model,
-            world_size=world_size,
-            group_size=self.group_size,
-            seq_length=self.seq_length,
-            no_log_sum_exp=self.model.why_no_log_sum_exp(self.device_type, self.precision.compute),
-            rotates=self.materialize.rotates,
-            alone=self.outer is not None,
-        )
+
+class ContextLimits(NamedTuple):
+    """Limits of a run's context-parallel layouts on a number of ranks."""
+
+    run: RunSettings
+    world_size: int
+
+    @property
+    def no_log_sum_exp(self) -> str | None:
+        """The reason why attention returns none, to merge parts from a ring; None if it does."""
+        return self.run.model.why_no_log_sum_exp(self.run.device_type, self.run.precision.compute)
+
+    @property
+    def most(self) -> int:
+        """The most ranks that may share a sample."""
+        if self.run.materialize.rotates:
+            return 1
+        return self.world_size if self.run.outer is None else self.run.group_size
+
+    def reason_invalid(self, layout: ContextLayout) -> str | None:
+        """Say why a layout cannot divide a sample, as text after a colon; None if it can."""
+        run, size, heads, group_size = self.run, layout.size, layout.heads, self.run.group_size
+        num_heads, num_kv_heads = run.model.num_attention_heads, run.model.num_query_groups
+        if size == 1:
+            return None
+        if run.materialize.rotates:
+            return (
+                "with --paro-materialize rotate ranks of a ring have different heads at a time, "
+                "which cannot be exchanged"
+            )
+        if size > self.most:
+            return (
+                f"with --paro-outer-steps groups of {group_size} ranks train alone, and it shares "
+                "a sample between groups"
+            )
+        if layout.ring > 1 and self.no_log_sum_exp is not None:
+            return self.no_log_sum_exp
+        if self.world_size % size:
+            return f"it does not divide the {self.world_size} ranks"
+        for part in (size, heads, layout.inner or size):
+            if part % group_size and group_size % part:
+                return f"{part} ranks and groups of {group_size} do not divide one another"
+        if run.seq_length % (2 * size):
+            return (
+                f"--seq-length {run.seq_length} is no multiple of {2 * size}, two parts for each "
+                "rank"
+            )
+        if num_heads % heads:
+            return f"{num_heads} heads cannot be exchanged among {heads} ranks"
+        if num_kv_heads % heads and heads % num_kv_heads:
+            return (
+                f"{num_kv_heads} heads of keys and values cannot be exchanged among {heads} "
+                "ranks: one number must divide the other"
+            )
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

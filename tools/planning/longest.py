@@ -13,6 +13,7 @@ from paro.planning.estimator import Estimate, Estimator
 from paro.planning.planner import plan
 from paro.planning.remedies import why_nothing_fits
 from paro.planning.search_space import PlanRequest, recompute_text
+from paro.spec.run_spec import ContextLimits
 from paro.strategy import Strategy, legal_letters
 from paro.text import align
 from paro.topology import divisors
@@ -59,7 +60,7 @@ def _options(
     context: ContextParallelConfig, request: PlanRequest, size: int
 ) -> list[ContextParallelConfig]:
     """Return the layouts of a context-parallel size; `UserError` if the flags ask in vain."""
-    limits = replace(request.context_limits(request.world_size), seq_length=_unit(size))
+    limits = ContextLimits(replace(request, seq_length=_unit(size)), request.world_size)
     configs = [*possible_configs(context, limits, [size])]
     if context.context_parallel_size == size and not configs:
         context.check(limits)
@@ -93,7 +94,7 @@ def _sizes(context: ContextParallelConfig, request: PlanRequest) -> list[int]:
     """Return the number of ranks that is given, or 1 and all that divide the world."""
     if context.context_parallel_size > 1:
         return [context.context_parallel_size]
-    most = request.context_limits(request.world_size).most
+    most = ContextLimits(request, request.world_size).most
     return [n for n in divisors(request.world_size) if n <= most]
 
 

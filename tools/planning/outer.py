@@ -11,6 +11,7 @@ from paro.config.sharding import take_outer
 from paro.machine.machine import Machine, rate_text
 from paro.planning.estimator import Estimate, Estimator
 from paro.planning.search_space import PlanRequest
+from paro.spec.run_spec import ContextLimits
 from paro.strategy import legal_letters
 
 _SHARE = 0.05  # of a step's time that rounds may be exposed, for the number of steps that is named
@@ -29,7 +30,7 @@ def outer_lines(args: Namespace, request: PlanRequest, best: Estimate | None) ->
         return
     alone = replace(request, outer=outer)
     steps = f"outer steps every {outer.outer_steps}"
-    if reason := alone.context_limits(alone.world_size).reason_invalid(alone.context):
+    if reason := ContextLimits(alone, alone.world_size).reason_invalid(alone.context):
         yield f"{steps}: --context-parallel-size {alone.context.size} does not fit: {reason}"
         return
     estimator = Estimator(alone)

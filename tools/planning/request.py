@@ -38,6 +38,7 @@ from paro.planning.search_space import MEMORY_MARGIN, PlanRequest, SearchSpace
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.spec.context_layout import SIZE_FLAG
 from paro.spec.optim_config import MuonConfig, OptimConfig
+from paro.spec.run_spec import ContextLimits
 from tools.planning.made_machine import GPUS, machine_of_gpus
 from tools.shared.command_line import Parser, add_trainer_flags
 
@@ -268,7 +269,7 @@ def with_context(args: Namespace) -> tuple[Namespace, tuple[str, ...]]:
     base = plan_request_of_args(_with(args, **alone.flags, global_batch_size=None))
     batch = args.global_batch_size or base.global_batch_size
     args = _with(args, seq_length=base.seq_length, global_batch_size=batch)
-    configs = [*possible_configs(context, base.context_limits(base.world_size))]
+    configs = [*possible_configs(context, ContextLimits(base, base.world_size))]
 
     def make(config: ContextParallelConfig, micro_batch_size: int) -> PlanRequest:
         changes = config.flags | {"micro_batch_size": micro_batch_size}

@@ -23,7 +23,7 @@ from paro.planning.planner import plan
 from paro.planning.search_space import Candidate, PlanRequest, SearchSpace, legal_strategies
 from paro.precision import PrecisionConfig
 from paro.spec.context_layout import ContextLayout
-from paro.spec.run_spec import Materialize
+from paro.spec.run_spec import ContextLimits, Materialize
 from tests.paro.planning.cases import DEVICE, machine
 
 RECORD = Path(__file__).with_name("fixed_workloads.json")
@@ -102,7 +102,7 @@ def _shared(random: Random, request: PlanRequest) -> PlanRequest:
         size=size, heads=heads, gathers=heads == 1 < size and random.random() < 0.3
     )
     request = replace(request, materialize=Materialize.GATHER)
-    if reason := request.context_limits(request.world_size).reason_invalid(layout):
+    if reason := ContextLimits(request, request.world_size).reason_invalid(layout):
         raise UserError(reason)
     model, recompute = request.model, request.model.recompute
     if recompute is not None and recompute.granularity == "full":

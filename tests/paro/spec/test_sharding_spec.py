@@ -17,9 +17,9 @@ from paro.planning.run_memory import RunMemory
 from paro.planning.sending import traffic_of
 from paro.precision import PrecisionConfig
 from paro.spec import muon_rounds, sharding_spec
-from paro.spec.context_layout import ContextLayout, ContextLimits, head_exchange
+from paro.spec.context_layout import ContextLayout, head_exchange
 from paro.spec.offload import state_bytes
-from paro.spec.run_spec import Materialize, RunSpec
+from paro.spec.run_spec import ContextLimits, Materialize, RunSettings, RunSpec
 from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.step.actions import ActionKind
 from paro.topology import AxisSpan, Sent, StreamKind
@@ -261,7 +261,9 @@ def test_the_ranks_of_a_place_have_its_two_chunks_in_order() -> None:
 
 
 MODEL = replace(LLAMA_PRESETS["7B"], hidden_size=96, num_attention_heads=12, num_query_groups=3)
-LIMITS = ContextLimits(model=MODEL, world_size=12, group_size=4, seq_length=24)
+BF16 = PrecisionConfig(compute="bf16")
+RUN = RunSettings(model=MODEL, group_size=4, seq_length=24, micro_batch_size=1, precision=BF16)
+LIMITS = ContextLimits(RUN, 12)
 
 
 def test_what_does_not_fit_is_told() -> None:
