@@ -9,20 +9,18 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from model.config import LlamaConfig
-from model.trainable import Trainable
 from paro.config.context_parallel import AUTO, data_parallel_size_of
-from paro.config.sharding import ShardingConfig, strategy_text
+from paro.config.sharding import ShardingConfig, TrainingTask, strategy_text
 from paro.distributed.world import World
 from paro.errors import UserError, count_text, flag_of
 from paro.machine.files import MEASURE, find_machine
 from paro.planning.search_space import legal_strategies
 from paro.precision import PrecisionConfig
 from paro.schedule.batch_schedule import BatchSchedule
-from paro.spec.muon_rounds import prepare_for_muon
 from paro.spec.offload import state_bytes
-from paro.spec.sharding_spec import specs_of
+from paro.spec.run_spec import RunSpec
 from paro.spec.strategy_limits import StrategyLimits, rotation_conflict
-from paro.spec.units import units_of
+from paro.spec.units import units_of_run
 from paro.strategy import (
     FLAG,
     Strategy,
@@ -138,20 +136,20 @@ def _fitting(
 
 
 def check_strategy(
+    task: TrainingTask,
+    precision: PrecisionConfig,
+    batches: BatchSchedule,
     sharding: ShardingConfig,
     strategy: Strategy,
-    model: LlamaConfig,
-    trainable: Trainable,
-    precision: PrecisionConfig,
 ) -> None:
     """Raise `UserError` if the run cannot have the strategy.
 
     If states do not survive the loss of nodes, the error names the nearest degrees that do.
     """
-    limits = sharding.limits
+    limits, task = sharding.limits, task._replace(precision=precision)
     limits.check_nodes()
-    rotated = model if sharding.materialize == "rotate" else None
-    reason = limits.infeasible_reason(strategy, rotated)
+    run = task.run_spec(batches, sharding, strategy, task.trainable.names(task.model))
+    reason = limits.infeasible_reason(strategy, run.rotated)
     if reason is None:
         return
     if limits.loss_reason(strategy) is None:
@@ -159,7 +157,7 @@ def check_strategy(
     advice = "no degrees hold it with --paro-materialize rotate: leave that out"
     if sharding.outer is not None:
         advice = "give more groups, by --paro-group-size"
-    nearest = nearest_surviving(sharding.survive, sharding, strategy, model, trainable, precision)
+    nearest = nearest_surviving(run, limits)
     if nearest is not None:
         degrees, more = nearest
         advice = (
@@ -169,45 +167,27 @@ def check_strategy(
     raise UserError(f"{reason}; {advice}")
 
 
-def nearest_surviving(
-    survive: int,
-    sharding: ShardingConfig,
-    strategy: Strategy,
-    model: LlamaConfig,
-    trainable: Trainable,
-    precision: PrecisionConfig,
-) -> tuple[str, int] | None:
+def nearest_surviving(run: RunSpec, limits: StrategyLimits) -> tuple[str, int] | None:
     """Find the nearest degrees that survive the loss of nodes, and their extra bytes per rank.
 
     Nearest: least change of the params and grads degrees, then least model states per rank.
     """
-    world, rotates = sharding.world, sharding.materialize == "rotate"
-    trained = trainable.names(model)
 
     def held_bytes(strategy: Strategy) -> int:
-        units = units_of(
-            model,
-            world_size=world.size,
-            is_trained=trained.__contains__,
-            rotated_over=strategy.params if rotates else 1,
-            in_place=sharding.rotate_in_place,
-        )
-        units = prepare_for_muon(units, strategy, precision, world.group_size)
-        topology = world.topology(*strategy.degrees)
-        return state_bytes(specs_of(units, strategy, topology, precision)).total
+        other = replace(run, strategy=strategy)
+        return state_bytes(other.specs(units_of_run(other))).total
 
     def distance(other: Strategy) -> tuple[float, int]:
-        ratios = (other.params / strategy.params, other.grads / strategy.grads)
+        ratios = (other.params / run.strategy.params, other.grads / run.strategy.grads)
         return sum(abs(math.log(ratio)) for ratio in ratios), held_bytes(other)
 
-    limits, rotated = sharding.limits._replace(survive=survive), model if rotates else None
     holding = (
         each
-        for each in legal_strategies(world.size, world.group_size)
-        if not limits.infeasible_reason(each, rotated)
+        for each in legal_strategies(run.world_size, run.group_size)
+        if not limits.infeasible_reason(each, run.rotated)
     )
     nearest = min(holding, key=distance, default=None)
     if nearest is None:
         return None
-    more = held_bytes(nearest) - held_bytes(strategy)
+    more = held_bytes(nearest) - held_bytes(run.strategy)
     return ",".join(map(str, nearest.degrees)), more

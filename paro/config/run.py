@@ -167,16 +167,7 @@ class RunConfig:
     @cached_property
     def spec(self) -> RunSpec:
         """The description of the run, which engine and planner share."""
-        batches, trained = self.batches, self.trained
-        return RunSpec(
-            **self.task.settings(batches, self.sharding),
-            trained=trained,
-            recompute=self.model.recompute,
-            world_size=self.world.size,
-            strategy=self.strategy,
-            micro_batch_size=batches.micro_batch_size if trained else batches.eval_micro_batch,
-            num_micro_batches=batches.most_micro_batches,
-        )
+        return self.task.run_spec(self.batches, self.sharding, self.strategy, self.trained)
 
     def on_measured(self, machine: Machine) -> RunConfig:
         """Build the configuration with a machine that was just measured; `UserError`."""

@@ -122,9 +122,7 @@ def _after_a_failure(config: RunConfig, survival: Survival) -> list[str]:
         line += f", also without {count_text(survival.nodes, 'node')} and its memory"
         return [f"{line}; without more it {otherwise}"]
     line += f"; after the loss of a node's memory it {otherwise}"
-    nearest = nearest_surviving(
-        1, config.sharding, config.strategy, config.model, config.trainable, config.precision
-    )
+    nearest = nearest_surviving(config.spec, config.sharding.limits._replace(survive=1))
     if config.world.num_nodes > 1 and nearest is not None:
         degrees, more = nearest
         line += f" ({FLAG} {degrees} survives that, for {size_text(more)} more a rank)"

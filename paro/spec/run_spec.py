@@ -71,6 +71,11 @@ class RunSettings:
     copy_engine: bool = False  # whether unsharded parameters stay in registered memory
 
     @property
+    def rotated(self) -> LlamaConfig | None:
+        """The model if its weights rotate; None if they are gathered."""
+        return self.model if self.materialize.rotates else None
+
+    @property
     def can_offload(self) -> bool:
         """True if --optimizer-cpu-offload would free device memory and is not given."""
         adamw = self.precision.optimizer == "adam" and not self.precision.optimizer_cpu_offload
