@@ -152,31 +152,33 @@ def test_outer_steps_are_timed_beside_synchronous_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 32"
-    shape += " --vocab-size 128 --seq-length 16 --make-vocab-size-divisible-by 1"
+    shape += " --vocab-size 128 --seq-length 16"
     monkeypatch.setattr(bench_outer, "MODEL", shape)
     words = ("--folder", tmp_path / "runs", "--rounds", 1, "--inter", "100mbit")
     _, found = measured(bench_outer.main, *words, "--micro-batches", 1)
     names = [each.name for each in bench_outer.contenders(2)]
-    assert [*found["planned"]] == [*found["mean_and_alone"]] == names
-    for ((mean, alone),) in found["mean_and_alone"].values():
-        assert mean > 0
-        assert alone is None or alone > 0
+    assert [*found] == names
+    for (only,) in found.values():
+        assert only["mean"] > 0 < only["planned"]
 
 
-def test_a_round_is_timed_with_the_steps_under_which_it_travels() -> None:
-    late = bench_outer.contenders(2)[-1]
-    # The first step warms up; a round at 16 slows this step and two more, and so does one at 32.
-    slow = {1: 9.0, 16: 3.0, 17: 2.0, 18: 2.0, 32: 7.0}
-    rows = [{"iteration": i, "iteration_time_ms": 1e3 * slow.get(i, 1.0)} for i in range(1, 33)]
-    found = bench_outer.timed(late, rows)
-    assert found == bench_outer.Timed(mean=(3 + 2 + 2 + 13) / 16, alone=1.0)
-    with pytest.raises(RunError, match="lack"):
-        bench_outer.timed(late, rows[1:])
-    same = bench_outer.timed(bench_outer.contenders(2)[0], rows[:6])
-    assert same == bench_outer.Timed(mean=1.0, alone=None)
-    turns = {"IIG": [same], "IIG, 4 bits": [same], late.name: [found]}
-    *_, (*_, exposed), (_, alone, *_) = bench_outer.rows_of(turns, dict.fromkeys(turns, 1.0))
-    assert (exposed, alone) == ("20.0%", "1.00")
+def test_outer_steps_are_compared_with_a_group_alone_and_with_what_is_planned() -> None:
+    steps = dict(
+        zip([each.name for each in bench_outer.contenders(2)], (4, 2, 2, 1, 1), strict=True)
+    )
+    turns = {name: [bench_outer.Timed(mean=mean, planned=1.25)] for name, mean in steps.items()}
+    rows = {name: row for name, *row in bench_outer.rows_of(turns)}
+    once, twice = "1.00 (1.00-1.00)", "2.00 (2.00-2.00)"
+    assert rows["outer steps"] == [
+        "2.00",
+        "1.60 (1.60-1.60)",
+        twice,
+        "0.50 (0.50-0.50)",
+        once,
+        "50.0%",
+    ]
+    assert rows["outer steps, delay 2"][2::3] == [once, "0.0%"]
+    assert rows[bench_outer.ALONE][1:3] == ["0.80 (0.80-0.80)", once]
 
 
 def test_steps_of_saves_are_told_by_the_log() -> None:
