@@ -61,7 +61,7 @@ class _NormedLinears(torch.autograd.Function):
         x_BSD, scale_D, *weights = ctx.saved_tensors
         _, _, _, needs_x, needs_scale, *needs_weights = ctx.needs_input_grad
         if ctx.passes_x:
-            ctx.norm.add_residual(grads[0])
+            ctx.norm.residual_BSD = grads[0]
             grads = grads[1:]
         y_TD = ctx.norm.in_backward((x_BSD, scale_D), (needs_x, needs_scale))
         needs_y = needs_x or needs_scale

@@ -169,15 +169,12 @@ class SharedNorm(SharedInput):
         self._fused = fused
         self._for_cast = fused and for_cast
         self._rstd_BS1: Tensor | None = None
-        self._residual_BSD: Tensor | None = None
+        # The gradient of x from the residual branch, to which the norm's is added.
+        self.residual_BSD: Tensor | None = None
         make: Callable[..., Tensor] = partial(rms_norm, epsilon=epsilon)
         if self._for_cast:
             make = lambda x, scale: _norm(x, scale, epsilon, for_cast=True)[0]  # noqa: E731
         super().__init__(make, x_BSD, scale_D)
-
-    def add_residual(self, grad_BSD: Tensor) -> None:
-        """Take the gradient of x from the residual branch; the norm's gradient is added to it."""
-        self._residual_BSD = grad_BSD
 
     def _make_again(self, leaves: Sequence[Tensor]) -> Tensor:
         x_BSD, scale_D = leaves
@@ -187,7 +184,7 @@ class SharedNorm(SharedInput):
     def _grads(self, y_BSD: Tensor, leaves: Sequence[Tensor], grad_BSD: Tensor) -> Iterator[Tensor]:
         rstd_BS1, self._rstd_BS1 = self._rstd_BS1, None
         assert rstd_BS1 is not None, "not made again"
-        residual_BSD, self._residual_BSD = self._residual_BSD, None
+        residual_BSD, self.residual_BSD = self.residual_BSD, None
         needs_grad = [leaf.requires_grad for leaf in leaves]
         args = grad_BSD, leaves[0].detach(), leaves[1].detach(), rstd_BS1
         if self._fused and all(needs_grad):

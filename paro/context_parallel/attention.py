@@ -168,12 +168,11 @@ class ContextAttention:
         # A recomputation is stopped at the last tensor that backward needs, in `within`. Messages
         # still under way then must arrive before their memory is reused.
         self._abandoned = []
-        key = value = None
+        kv: list[Tensor] = []
         for exchange, token in outgoing:
             query, *new = exchange.finish(token)
-            key, value = new or (key, value)
-            assert key is not None, "they come with the first queries"
-            assert value is not None, "and so do values"
+            kv = new or kv  # the first queries come with some
+            key, value = kv
             back = AutogradAllToAll(self._all_to_all, for_heads=False)
             out = self._within((query, key, value), documents, saved)
             incoming.append((back, back.start(out)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -295,9 +294,13 @@ def orthogonal(matrix: Tensor, config: MuonConfig, square: Square = square_by_to
         precision = "high"
         if _has_bf16_matmuls(matrix.device):
             dtype = torch.bfloat16
-    with _matmul_precision(precision):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
         by = square if dtype == torch.bfloat16 else square_by_torch
         return newton_schulz(matrix, config.coefficients(), dtype, by)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _has_bf16_matmuls(device: torch.device) -> bool:
@@ -321,13 +324,3 @@ def newton_schulz(
     for a, b, c in coefficients:
         x = torch.addmm(x, square(square(x, None), (b, c)), x, beta=a)
     return x.mT if is_tall else x
-
-
-@contextmanager
-def _matmul_precision(name: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(name)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -93,7 +93,6 @@ class GatheringPolicy:
         self.param_all_gathers = ParamAllGatherPolicy(shape.needed, updated_ahead, Buckets(units))
         self._max_unsharded = 1 + shape.prefetch_units
         self._max_unsharded_grads = MAX_WHOLE_GRADS if shape.prefetch_units else 1
-        self._num_units = len(units)
         self._needed = shape.needed
         self._in_backward = [
             unit.backward_needs_weight and index >= first for index, unit in enumerate(units)
@@ -119,7 +118,7 @@ class GatheringPolicy:
         if not self.shape.gathers:  # parameters stay from update to update
             self._fp8_cache_stays = num_micro_batches > 1
             return self._fp8_cache_of_the_step(ActionKind.CACHE_FP8)
-        forward = range(self._num_units)
+        forward = range(len(self._needed))
         backward = [index for index in reversed(forward[:-1]) if self._in_backward[index]]
         for _ in range(num_micro_batches):
             self._upcoming.extend([*forward, *backward])
@@ -136,7 +135,7 @@ class GatheringPolicy:
         """Begin a forward without a backward."""
         assert not self._unsharded, f"live outside a step: {self._unsharded}"
         if self.shape.gathers:
-            self._upcoming.extend(range(self._num_units))
+            self._upcoming.extend(range(len(self._needed)))
         return []
 
     def end_backward(self) -> list[Action]:
@@ -167,7 +166,7 @@ class GatheringPolicy:
 
     def after_forward(self, index: int, *, backward_follows: bool) -> list[Action]:
         """End a unit's forward; `backward_follows` says that its output needs a gradient."""
-        if backward_follows and index == self._num_units - 1:  # its backward runs next
+        if backward_follows and index == len(self._needed) - 1:  # its backward runs next
             self._held[index] = True
             return []
         return self._release(index)
@@ -182,7 +181,7 @@ class GatheringPolicy:
     def before_backward(self, index: int) -> list[Action]:
         """Prepare a unit's backward, once the next unit's has made the gradient of the output."""
         actions = []
-        if index + 1 < self._num_units:
+        if index + 1 < len(self._needed):
             self._has_input_grad[index + 1] = True
             actions = self._release_if_done(index + 1)
         if self._in_backward[index]:

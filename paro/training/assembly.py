@@ -201,13 +201,11 @@ def build_sources(
 
     `trained_on`: fingerprints of the tokenizers that the loaded model was trained on, if known.
     """
-
     batches, rank, layout = config.batches, training.control.world.rank, config.context.layout
-    ranges = layout.ranges(rank, config.data.seq_length)
+    ranges = layout.ranges(rank, config.data.seq_length) if layout.size > 1 else None
 
     def fetch(samples: Samples) -> BatchFetcher:
-        cut = ranges if layout.size > 1 else None
-        return BatchFetcher(samples, config.data, config.eod, ranges=cut)
+        return BatchFetcher(samples, config.data, config.eod, ranges=ranges)
 
     def read(fetch: BatchFetcher, size: int, consumed: int) -> MicroBatches:
         return MicroBatches(

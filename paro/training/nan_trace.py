@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -86,8 +86,12 @@ def _all_finite(values: Any) -> bool:
     return True
 
 
-@contextmanager
-def _watched(model: nn.Module) -> Iterator[_Watch]:
+def origin_of(model: nn.Module, run: Callable[[], object], control: Control) -> str:
+    """Run a forward and backward again; return where its first infinity or NaN comes from.
+
+    Collective over the ranks of `control`. It names the rank on which the fewest operations came
+    before.
+    """
     watch, blocks = _Watch(), model.get_submodule("blocks").named_children()
     names = ("embedding", *(f"blocks.{name}" for name, _ in blocks), "head")
     with ExitStack() as hooks:
@@ -95,18 +99,8 @@ def _watched(model: nn.Module) -> Iterator[_Watch]:
             for handle in watch.hook(name, model.get_submodule(name)):
                 hooks.enter_context(handle)
         with watch:
-            yield watch
-        watch.enter("the end", None)
-
-
-def origin_of(model: nn.Module, run: Callable[[], object], control: Control) -> str:
-    """Run a forward and backward again; return where its first infinity or NaN comes from.
-
-    Collective over the ranks of `control`. It names the rank on which the fewest operations came
-    before.
-    """
-    with _watched(model) as watch:
-        run()
+            run()
+        watch.enter("the end")
     everyone = control.gather((watch.origin is None, watch.order, watch.origin))
     (is_fine, _, origin), rank = min((result, rank) for rank, result in enumerate(everyone))
     return _SUMS if is_fine else f"rank {rank}: {origin}"

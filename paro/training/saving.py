@@ -113,7 +113,12 @@ class Saver:
             self.log.log0(f"trying again at iteration {state.iteration}")
         config, training = self.config, self.training
         training.optimizer.outer.wait()
-        self._refuse_not_finite(state)
+        # That of a group which trains alone may have NaN: the next round leaves the group out.
+        if (wrong := wrong_state(training)) is not None:
+            raise RunError(
+                f"iteration {state.iteration} is not saved: {wrong} is not finite; "
+                f"{self.resume_hint(state)}"
+            )
         groups = record_of_groups(training, state)
         shards = training.optimizer.flat_shards(frozen=self.resumed.base is None)
         if config.checkpoint.no_save_optim:
@@ -192,17 +197,6 @@ class Saver:
         self._whole = self._under_way
         if self.config.checkpoint.async_save and self._progress is not None:
             self._progress.finished(self._under_way)
-
-    def _refuse_not_finite(self, state: TrainState) -> None:
-        """Raise `RunError` on all ranks if the state has NaN or infinity, before it is saved.
-
-        That of a group which trains alone may have: the next round leaves the group out.
-        """
-        if (wrong := wrong_state(self.training)) is not None:
-            raise RunError(
-                f"iteration {state.iteration} is not saved: {wrong} is not finite; "
-                f"{self.resume_hint(state)}"
-            )
 
     def _give_up(self, error: UserError | StorageError) -> bool:
         message = f"iteration {self._under_way} is not saved: {error}"
