@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from paro.arguments.flag_parser import by_flag
+from paro.arguments.flag_parser import AddFlag, by_flag, flag_group
 from paro.errors import flag_of, one_line
 from paro.text import listed
 
@@ -96,14 +96,14 @@ def rule_of(flag: str) -> FlagRule | None:
     return _BY_FLAG.get(flag) or next(families, None)
 
 
-def add_compatibility_args(parser: ArgumentParser) -> None:
+@flag_group(
+    "Megatron-LM compatibility",
+    "Accepted so that LLaMA scripts run unchanged; every one says why it changes nothing. "
+    "docs/megatron.md has those that have no effect, and those that are refused with what to "
+    "use instead.",
+)
+def add_compatibility_args(add: AddFlag) -> None:
     """Add every flag that may be accepted; flags not given are absent from the namespace."""
-    add = parser.add_argument_group(
-        "Megatron-LM compatibility",
-        "Accepted so that LLaMA scripts run unchanged; every one says why it changes nothing. "
-        "docs/megatron.md has those that have no effect, and those that are refused with what to "
-        "use instead.",
-    ).add_argument
     unset = argparse.SUPPRESS
     for rule in RULES:
         if rule.outcome is not FlagTreatment.ACCEPTED or rule.flag.endswith("*"):
