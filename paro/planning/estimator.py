@@ -119,15 +119,7 @@ class Estimator:
         specs = self.memories.specs(run)
         return CommCosts(run=run, counts=self._counts_of(run), specs=specs, times=times)
 
-    @cached_by(
-        lambda run: (
-            run.micro_batch_size,
-            run.context,
-            run.recompute,
-            run.materialize,
-            run.strategy.params if run.materialize.rotates else None,
-        )
-    )
+    @cached_by(lambda run: (run.micro_batch_size, run.context, run.recompute, *run.units_kind))
     def _computing_of(self, run: RunSpec) -> ComputeTimes:
         device = device_of(self.request.machine)
         return ComputeTimes(run=run, step=self.memories.step(run), device=device)
