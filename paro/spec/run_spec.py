@@ -90,7 +90,7 @@ class ContextLimits(NamedTuple):
 
     @property
     def no_log_sum_exp(self) -> str | None:
-        """The reason why attention returns none, to merge parts from a ring; None if it does."""
+        """The reason why attention returns none, which a ring needs; None if it returns one."""
         return self.run.model.why_no_log_sum_exp(self.run.device_type, self.run.precision.compute)
 
     @property

@@ -261,7 +261,6 @@ def test_the_ranks_of_a_place_have_its_two_chunks_in_order() -> None:
 
 
 MODEL = replace(LLAMA_PRESETS["7B"], hidden_size=96, num_attention_heads=12, num_query_groups=3)
-BF16 = PrecisionConfig(compute="bf16")
 RUN = RunSettings(model=MODEL, group_size=4, seq_length=24, micro_batch_size=1, precision=BF16)
 LIMITS = ContextLimits(RUN, 12)
 
