@@ -14,8 +14,7 @@ from typing import TypeVar
 import torch
 
 from paro.checkpoint.directory import RANK_MARK
-from paro.checkpoint.folder_lock import STILL_SECONDS, FolderLock, attempts_to_lock
-from paro.checkpoint.lock_holder import LockHolder
+from paro.checkpoint.folder_lock import STILL_SECONDS, FolderLock, LockHolder, attempts_to_lock
 from paro.distributed.control import Control
 from paro.distributed.groups import make_save_groups
 from paro.distributed.world import World

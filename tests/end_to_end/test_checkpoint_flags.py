@@ -18,7 +18,7 @@ import pytest
 
 from paro.checkpoint import folder_lock
 from paro.checkpoint.agreement import lock_folders
-from paro.checkpoint.lock_holder import LockHolder
+from paro.checkpoint.folder_lock import LockHolder
 from paro.report.config import run_record_path
 from tests.end_to_end.test_training import RUN, Ended, launch, on_ranks, read_metrics, run, run_main
 from tests.helpers.ranks import run_ranks

@@ -24,7 +24,7 @@ from data.tokenizer_config import TokenizerConfig
 from paro.arguments.flag_parser import PATHS as PATH_METAVARS
 from paro.checkpoint.convert.megatron import open_megatron, write_megatron
 from paro.checkpoint.convert.torchtitan import write_torchtitan
-from paro.checkpoint.lock_holder import LockHolder
+from paro.checkpoint.folder_lock import LockHolder
 from paro.checkpoint.manifest import MANIFEST, METADATA, read_manifest, sum_of, write_manifest
 from tests.data.test_tokenizer import sentencepiece_model, write_tik
 from tests.helpers.corpora import write_gpt2

@@ -54,7 +54,7 @@ READERS = {
         "paro.training.changed_flags paro.training.groups_alone paro.training.resume"
     ),
     "checkpoint": "paro.checkpoint.metadata paro.checkpoint.storage",
-    "lease": "paro.checkpoint.lock_holder",
+    "lease": "paro.checkpoint.folder_lock",
     "machine": "paro.machine.files paro.machine.machine",
     "tests/paro/report/test_dashboards.py": "paro.report.dashboards",
     "metrics": "paro.report.run_files",

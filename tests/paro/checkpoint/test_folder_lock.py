@@ -25,10 +25,10 @@ from paro.checkpoint.directory import (
 from paro.checkpoint.folder_lock import (
     STILL_SECONDS,
     FolderLock,
+    LockHolder,
     LockLostError,
     attempts_to_lock,
 )
-from paro.checkpoint.lock_holder import LockHolder
 from paro.checkpoint.save import write_states
 from paro.errors import UserError, is_storage_failure
 from paro.training.saving import Saver
