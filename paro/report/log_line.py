@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # importing this loads torch, which preprocessing does not ne
 
 _NAME_WIDTH = 48  # characters of an argument's or timer's name with the dots after it
 _NOTICEABLE = 0.02  # least fraction of an iteration for which a straggler is named
+_Values = Mapping[str, tuple[float | str | None, str]]  # by name, each with its format
 
 
 def arguments_block(arguments: Mapping[str, object]) -> str:
@@ -37,39 +38,40 @@ def iteration_line(
 ) -> str:
     """Format Megatron's log line of an interval; parsers of Megatron's logs read it unchanged."""
     last = interval[-1]
-    fields = [
-        f" [{now:%Y-%m-%d %H:%M:%S}] iteration {last.iteration:8d}/{facts.train_iters:8d}",
-        f"consumed samples: {last.consumed_samples:12d}",
-        f"elapsed time per iteration (ms): {metrics.iteration_time_ms:.1f}",
-    ]
-    if with_throughput:
-        fields.append(f"throughput per GPU (TFLOP/s/GPU): {metrics.tflops_per_device:.1f}")
-    fields.append(f"learning rate: {last.learning_rate:.6E}")
-    if last.decoupled_learning_rate is not None:
-        fields.append(f"decoupled learning rate: {last.decoupled_learning_rate:.6E}")
-    fields.append(f"global batch size: {last.global_batch_size:5d}")
-    if metrics.lm_loss >= 0.0:  # NaN: every iteration of the interval was skipped
-        fields.append(f"lm loss: {metrics.lm_loss:.6E}")
-    if last.z_loss is not None and not last.skipped:
-        fields.append(f"z loss: {last.z_loss:.6E}")
-    fields.append(f"loss scale: {last.loss_scale:.1f}")
-    if last.has_tokens:
-        fields.append(f"grad norm: {last.grad_norm:.3f}")
-    if last.num_zeros is not None:
-        fields.append(f"num zeros: {last.num_zeros}")
-    if last.params_norm is not None:
-        fields.append(f"params norm: {last.params_norm:.3f}")
-    if metrics.outer_grad_norm is not None:
-        fields.append(f"outer grad norm: {metrics.outer_grad_norm:.3f}")
-        fields.append(f"outer grad cosine: {metrics.outer_grad_cosine:.3f}")
-    if metrics.data_phase is not None:
-        fields.append(f"data phase: {metrics.data_phase}")
-    fields.append(f"number of skipped iterations: {metrics.skipped_iterations:3d}")
-    fields.append(f"number of nan iterations: {metrics.nan_iterations:3d}")
-    fields.append(f"tokens/s: {metrics.tokens_per_second:.1f}")
-    fields.append(f"MFU: {100.0 * metrics.mfu:.2f}%")
-    fields.append(f"time left: {duration(seconds_left)}")
-    return "".join(field + " | " for field in fields).rstrip(" ")
+    title = f" [{now:%Y-%m-%d %H:%M:%S}] iteration {last.iteration:8d}/{facts.train_iters:8d}"
+    tflops = metrics.tflops_per_device if with_throughput else None
+    # The loss is NaN if every iteration of the interval was skipped.
+    loss = metrics.lm_loss if metrics.lm_loss >= 0.0 else None
+    values: _Values = {
+        "consumed samples": (last.consumed_samples, "12d"),
+        "elapsed time per iteration (ms)": (metrics.iteration_time_ms, ".1f"),
+        "throughput per GPU (TFLOP/s/GPU)": (tflops, ".1f"),
+        "learning rate": (last.learning_rate, ".6E"),
+        "decoupled learning rate": (last.decoupled_learning_rate, ".6E"),
+        "global batch size": (last.global_batch_size, "5d"),
+        "lm loss": (loss, ".6E"),
+        "z loss": (None if last.skipped else last.z_loss, ".6E"),
+        "loss scale": (last.loss_scale, ".1f"),
+        "grad norm": (last.grad_norm if last.has_tokens else None, ".3f"),
+        "num zeros": (last.num_zeros, ""),
+        "params norm": (last.params_norm, ".3f"),
+        "outer grad norm": (metrics.outer_grad_norm, ".3f"),
+        "outer grad cosine": (metrics.outer_grad_cosine, ".3f"),
+        "data phase": (metrics.data_phase, ""),
+        "number of skipped iterations": (metrics.skipped_iterations, "3d"),
+        "number of nan iterations": (metrics.nan_iterations, "3d"),
+        "tokens/s": (metrics.tokens_per_second, ".1f"),
+        "MFU": (metrics.mfu, ".2%"),
+        "time left": (duration(seconds_left), ""),
+    }
+    return _fields(title, values).rstrip(" ")
+
+
+def _fields(title: str, values: _Values) -> str:
+    """Format a title and named values, each in its own format; None is left out."""
+    given = {name: value for name, value in values.items() if value[0] is not None}
+    texts = (f"{name}: {value:{form}}" for name, (value, form) in given.items())
+    return " | ".join([title, *texts, ""])
 
 
 def impossible_line(metrics: Metrics, facts: RunFacts) -> str:
@@ -88,20 +90,16 @@ def perplexity(lm_loss: float) -> float:
 
 def validation_block(validation: Validation) -> str:
     """Return the validation line between two rules."""
-    where = f"iteration {validation.iteration}" + (
-        f" on {validation.data_set} set" if validation.data_set else ""
-    )
-    line = f" validation loss at {where} | "
-    if validation.lm_loss is None:
-        line += "no answered token | "
-    else:
-        line += f"lm loss value: {validation.lm_loss:.6E} | "
-        line += f"lm loss PPL: {perplexity(validation.lm_loss):.6E} | "
-    if validation.ema_loss is not None:
-        line += f"lm loss of averaged weights: {validation.ema_loss:.6E} | "
-    if validation.bits_per_byte is not None:
-        line += f"bits per byte: {validation.bits_per_byte:.6f} | "
-    line += f"samples: {validation.read} | "
+    on = f" on {validation.data_set} set" if validation.data_set else ""
+    title, loss = f" validation loss at iteration {validation.iteration}{on}", validation.lm_loss
+    values: _Values = {
+        "lm loss value": (loss, ".6E"),
+        "lm loss PPL": (None if loss is None else perplexity(loss), ".6E"),
+        "lm loss of averaged weights": (validation.ema_loss, ".6E"),
+        "bits per byte": (validation.bits_per_byte, ".6f"),
+        "samples": (validation.read, ""),
+    }
+    line = _fields(f"{title} | no answered token" if loss is None else title, values)
     rule = "-" * (len(line) + 1)
     return "\n".join([rule, line, rule])
 
