@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
@@ -63,11 +64,6 @@ class _Params(TypedDict):
     rope_scaling_factor: NotRequired[float]
 
 
-def meta_name(name: str) -> str:
-    """Return the name of a parameter in Meta's files."""
-    return name_in(NAMES, name)
-
-
 def open_meta(directory: Path) -> ModelSource:
     """Open a folder as Meta published it; `UserError` names the bad file."""
     if not (directory / PARAMS).is_file():
@@ -76,14 +72,15 @@ def open_meta(directory: Path) -> ModelSource:
     shards: list[Mapping[str, Tensor]] = [_tensors_in(path) for path in _files(directory)]
     config = _config(directory, params, shards)
     shapes, dims = parameter_shapes(config), cut_dims(config)
+    called = partial(name_in, NAMES)
     if shards[0][_MEASURED[0]].shape[1] != config.hidden_size:
         dims["embedding.weight"] = 1
     tensors = {
-        name: joined([lazy(shard[meta_name(name)]) for shard in shards], dims.get(name))
+        name: joined([lazy(shard[called(name)]) for shard in shards], dims.get(name))
         for name in shapes
-        if all(meta_name(name) in shard for shard in shards)
+        if all(called(name) in shard for shard in shards)
     }
-    tensors = checked_tensors(shapes, tensors, directory, meta_name)
+    tensors = checked_tensors(shapes, tensors, directory, called)
     model = directory / "tokenizer.model"
     companions = {model.name: model} if model.is_file() else {}
     notes = [f"{directory} has no generation config: none is written"]

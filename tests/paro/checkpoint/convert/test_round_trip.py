@@ -19,8 +19,9 @@ from torch import Tensor
 import paro.checkpoint.convert.source
 from model.llama import Llama
 from model.rotary import rotate, rotations
+from model.units import name_in
 from paro.checkpoint.convert.hugging_face import WEIGHTS, open_hugging_face
-from paro.checkpoint.convert.meta import meta_name, open_meta, turned
+from paro.checkpoint.convert.meta import NAMES, open_meta, turned
 from paro.checkpoint.convert.native import open_native
 from paro.checkpoint.convert.source import lazy
 from tests.helpers.refusals import refused
@@ -143,7 +144,7 @@ def save_meta(folder: Path, tensors: dict[str, Tensor], num_files: int, *, by_vo
         columns = part in ("wo", "w_down") or (name == "embedding.weight" and not by_vocab)
         cut = [whole] * num_files if whole.ndim == 1 else whole.chunk(num_files, int(columns))
         for file, piece in zip(files, cut, strict=True):
-            file[meta_name(name)] = piece.clone()
+            file[name_in(NAMES, name)] = piece.clone()
     for number, file in enumerate(files):
         file["rope.freqs"] = torch.ones(8)
         torch.save(file, folder / f"consolidated.{number:02d}.pth")
