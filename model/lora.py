@@ -175,7 +175,9 @@ def keep_mask(
     first_S = torch.cat(parts).mul_(all_columns)  # the first element of every token
     threshold, mask = round(dropout * 2**_BITS), torch.empty(shape, dtype=torch.bool, device=device)
     for row, sample in enumerate(drops.samples):
-        key, stop = _key(drops, name, sample), 0
+        text = f"{drops.seed}/{name}/{drops.step}/{sample}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        key, stop = int.from_bytes(digest, "little", signed=True), 0
         for first_T in first_S.split(max(1, _AT_ONCE // width)):  # 64 bits per element
             start, stop = stop, stop + len(first_T)
             mixed = first_T[:, None] + columns_D
@@ -190,9 +192,3 @@ def keep_mask(
 def _shifted(values: Tensor, bits: int) -> Tensor:
     """Return a logical shift to the right of signed numbers."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _key(drops: DropKey, name: str, sample: int) -> int:
-    text = f"{drops.seed}/{name}/{drops.step}/{sample}"
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
