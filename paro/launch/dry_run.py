@@ -323,13 +323,8 @@ def _checkpoints(plan: RunPrediction) -> Iterator[str]:
         num_bytes = checkpoint_bytes(plan.config.spec, has_base=has_base, has_moments=has_moments)
         yield f"> --save {checkpoint.save}: {size_text(num_bytes)} a checkpoint, {when}"
         if is_url(checkpoint.save):
-            upload = upload_text(
-                num_bytes,
-                plan.config.world.num_nodes,
-                every=every,
-                is_async=checkpoint.async_save,
-                step_seconds=None if plan.launch is None else plan.launch.seconds,
-            )
+            seconds = None if plan.launch is None else plan.launch.seconds
+            upload = upload_text(num_bytes, plan.config.world.num_nodes, checkpoint, seconds)
             yield f">   {upload}"
         if resumed.base is not None:
             yield f">   without what is frozen, which is in {resumed.base['folder']}"

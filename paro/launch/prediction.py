@@ -11,6 +11,7 @@ from itertools import islice
 import torch
 
 from model.units import parameter_shapes
+from paro.checkpoint.config import CheckpointConfig
 from paro.config.run import RunConfig
 from paro.errors import UserError, count_text
 from paro.layout import Shape
@@ -98,23 +99,17 @@ def checkpoint_bytes(run: RunSpec, *, has_base: bool, has_moments: bool) -> int:
 
 
 def upload_text(
-    num_bytes: int,
-    num_nodes: int,
-    *,
-    every: int | None,
-    is_async: bool,
-    step_seconds: float | None,
+    num_bytes: int, num_nodes: int, checkpoint: CheckpointConfig, step_seconds: float | None
 ) -> str:
     """Describe a save into an object store, by the share of a node: its disk, then the upload.
 
-    `every` is the number of steps between two saves; None: there is one, at the end of the run.
     `step_seconds` is None if it is not known.
     """
-    share = num_bytes / num_nodes
+    share, every = num_bytes / num_nodes, checkpoint.save_interval
     text = f"a node writes {size_text(round(share))} on its disk and then uploads it"
     if every is None:
         return f"{text}: the end of the run waits for both"
-    if not is_async:
+    if not checkpoint.async_save:
         return f"{text}: training waits for both; --async-save trains meanwhile"
     if step_seconds is None:
         return f"{text} while training continues"

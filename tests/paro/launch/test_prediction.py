@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from paro.checkpoint.config import CheckpointConfig
 from paro.config.context_parallel import faster_comm_type
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
@@ -54,12 +56,13 @@ def needs(words: str) -> int:
 
 def test_a_save_into_a_store_says_how_fast_it_must_be_uploaded() -> None:
     text = partial(upload_text, 80 * 10**9, 4)
-    found = text(every=5, is_async=True, step_seconds=2.0)
-    says(found, "20.0 GB", "within 10.00 s", "2 GB/s or more")
-    assert text(every=5, is_async=True, step_seconds=None).endswith("while training continues")
-    says(text(every=5, is_async=False, step_seconds=2.0), "--async-save")
-    for is_async in (False, True):
-        found = text(every=None, is_async=is_async, step_seconds=2.0)
+    waiting = CheckpointConfig(save="s3://bucket/run", save_interval=5)
+    training = replace(waiting, async_save=True)
+    says(text(training, 2.0), "20.0 GB", "within 10.00 s", "2 GB/s or more")
+    assert text(training, None).endswith("while training continues")
+    says(text(waiting, 2.0), "--async-save")
+    for checkpoint in (waiting, training):
+        found = text(replace(checkpoint, save_interval=None), 2.0)
         assert found.endswith("the end of the run waits for both")
 
 
