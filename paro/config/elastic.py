@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -61,12 +61,7 @@ def fitted_to_ranks(args: Namespace, world: World, model: LlamaConfig) -> Fitted
     fits = {"paro_survive": survive}
     if given_size is not None:
         fits["paro_group_size"] = group_size
-
     limits = StrategyLimits(world.size, group_size, world.ranks_per_node, survive)
-
-    def losable(each: Strategy) -> int:
-        return min(limits.survival(each).nodes, survive)
-
     strategies = [*legal_strategies(world.size, group_size)]
     if args.paro_materialize == "rotate" and rotation_conflict(model) is None:
         rotating = [each for each in strategies if not limits.infeasible_reason(each, model)]
@@ -82,7 +77,7 @@ def fitted_to_ranks(args: Namespace, world: World, model: LlamaConfig) -> Fitted
         degrees = degrees_of(strategy)
         if degrees is None:
             degrees = parse_strategy(strategy, world_size=world.size, group_size=group_size).degrees
-        fits["paro_strategy"] = _fitting(strategy, degrees, strategies, losable, survive)
+        fits["paro_strategy"] = _fitting(strategy, degrees, strategies, limits)
     if args.paro_collective == AUTO and is_named:
         measured_on = find_machine(args.paro_machine).world_size
         fits["paro_collective"] = AUTO if measured_on == world.size else "native"
@@ -117,14 +112,14 @@ def nodes_line(batches: BatchSchedule, world: World, context_parallel_size: int)
 
 
 def _fitting(
-    text: str,
-    degrees: tuple[int, int, int],
-    strategies: Sequence[Strategy],
-    losable: Callable[[Strategy], int],
-    survive: int,
+    text: str, degrees: tuple[int, int, int], strategies: Sequence[Strategy], limits: StrategyLimits
 ) -> str:
     """Return `text` if a surviving strategy has `degrees`, else the best strategy's degrees."""
-    if any(each.degrees == degrees and losable(each) == survive for each in strategies):
+
+    def losable(each: Strategy) -> int:
+        return min(limits.survival(each).nodes, limits.survive)
+
+    if any(each.degrees == degrees and limits.loss_reason(each) is None for each in strategies):
         return text
     coarser = [
         each for each in strategies if each.params <= degrees[0] and each.grads <= degrees[1]
