@@ -145,23 +145,29 @@ def _load_iteration(
             (each, each.plan((read_from[name], present[name]) for name in names))
             for each, names in readers
         ]
-    for line in _conversions(present, stored):
-        log(line)
     # Shards are overwritten only now, after the checks have passed on every rank.
     with ranks.raise_on_all_ranks():
         for reader, plan in plans:
             reader.read(plan)
     missing = states.keys() - present.keys()
     begin_without(states, missing)
-    for line in _left_out(states, missing, stored) if request.moments else ():
+    for line in _notes(states, missing, stored if request.moments else _parameters(stored)):
         log(line)
     return saved
 
 
-def _left_out(
-    states: Collection[str], missing: Collection[str], stored: Collection[str]
+def _notes(
+    states: Mapping[str, ChunkedState], missing: Collection[str], stored: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield a line for each kind of states that only this run has, or only the checkpoint."""
+    """Yield a line for each kind of states that is converted, begins anew or is left behind."""
+    converted = {
+        (name.partition(".")[0], stored[name].properties.dtype, states[name].dtype)
+        for name in states.keys() & stored.keys() - missing
+    }
+    for kind, before, now in converted:
+        if kind not in (PARAM, SENT) and before != now:
+            types = f"{before} in the checkpoint and {now} now".replace("torch.", "")
+            yield f"  {kind} is {types}: converted"
     here, without, there = (
         {name.partition(".")[0] for name in names} for names in (states, missing, stored)
     )
@@ -171,20 +177,6 @@ def _left_out(
         yield "  averaged weights begin anew: the checkpoint has none"
     if EMA in there and EMA not in here:
         yield "  the checkpoint's averaged weights are left behind: there is no --ema-decay"
-
-
-def _conversions(states: Mapping[str, ChunkedState], stored: Mapping[str, Any]) -> set[str]:
-    """Return a line for every kind of moments that the checkpoint stores in another dtype."""
-    kinds = {
-        (name.partition(".")[0], stored[name].properties.dtype, state.dtype)
-        for name, state in states.items()
-        if name in stored
-    }
-    return {
-        f"  {kind} is {there} in the checkpoint and {here} now: converted".replace("torch.", "")
-        for kind, there, here in kinds
-        if kind not in (PARAM, SENT) and there != here
-    }
 
 
 def _parameters(states: dict[str, State]) -> dict[str, State]:
