@@ -78,12 +78,6 @@ def legal_letters() -> tuple[str, ...]:
     return tuple(name for name in map("".join, product(LETTERS, repeat=3)) if is_legal(name))
 
 
-def dominating_letters(letters: str) -> str:
-    """Return the legal strategy of equal params and grads that never costs more."""
-    params, grads = letters[0], letters[1]
-    return params + grads + max(params, grads, key=LETTERS.index)
-
-
 def check_group_size(world_size: int, group_size: int) -> None:
     """Raise `UserError` unless `group_size` divides `world_size`."""
     if group_size < 1 or world_size % group_size != 0:
@@ -112,7 +106,7 @@ def parse_strategy(text: str, *, world_size: int, group_size: int) -> Strategy:
             f"degrees (such as 4,8,32) or one of {', '.join(NAMED_STRATEGIES)}"
         )
     if not is_legal(letters):
-        raise _illegal(letters, dominating_letters(letters))
+        raise _illegal(letters, letters[:2] + max(letters[:2], key=LETTERS.index))
     degree_of = {"N": 1, "I": group_size, "G": world_size}
     params, grads, optim = (degree_of[letter] for letter in letters)
     return Strategy(name=letters, params=params, grads=grads, optim=optim)
