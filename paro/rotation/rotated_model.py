@@ -188,7 +188,7 @@ class RotatingUnit(UnitShards):
         to: SliceSlot,
         scratch: SliceSlot = SliceSlot.SCRATCH,
     ) -> None:
-        """Queue a shift: send what is in `source` to a neighbour, receive another into `to`."""
+        """Queue a shift: send the values in `source` to a neighbour, receive others into `to`."""
         values, slots = self._slots[source], self._slots
         with self.context.exposed_timer.submitting(kind):  # without overlap the shift runs here
             if source == to:
@@ -198,7 +198,7 @@ class RotatingUnit(UnitShards):
         self._arrivals[kind] = arrival
 
     def _wait_arrived(self, kind: WaitKind) -> None:
-        """Wait for what the last shift of this kind brings."""
+        """Wait for the values that the last shift of this kind brings."""
         self.context.exposed_timer.wait(kind, self._arrivals.pop(kind, DONE))
 
     shift = partialmethod(_shift, WaitKind.GATHER, ShiftDirection.CLOCKWISE)
