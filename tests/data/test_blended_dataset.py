@@ -281,7 +281,7 @@ class Index(NamedTuple):
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LimitedWait, "limit_seconds", 0.4)
-    monkeypatch.setattr(waits, "NOTICE_AFTER_SECONDS", 0.1)
+    monkeypatch.setattr(waits, "NOTICE_AFTER_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("short")
