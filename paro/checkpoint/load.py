@@ -159,7 +159,7 @@ def _load_iteration(
 def _notes(
     states: Mapping[str, ChunkedState], missing: Collection[str], stored: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield a line for each kind of states that is converted, begins anew or is left behind."""
+    """Yield a line for each kind of states that is converted, or is only here or only stored."""
     converted = {
         (name.partition(".")[0], stored[name].properties.dtype, states[name].dtype)
         for name in states.keys() & stored.keys() - missing
