@@ -256,9 +256,9 @@ def finish_checkpoint(
     own = {"format_version": FORMAT_VERSION, "iteration": iteration, "versions": library_versions()}
     arguments = common.get("arguments", {})
     rest = {name: value for name, value in common.items() if name != "arguments"}
-    text = json.dumps({**own, **rest, **own}, indent=1) + "\n"
+    content = json.dumps({**own, **rest, **own}, indent=1).encode() + b"\n"
     check()
-    sums = {**files, COMMON: write_durably(partial / COMMON, text)}
+    sums = {**files, COMMON: write_durably(partial / COMMON, content)}
     check()
     write_manifest(partial, iteration, sums, arguments)
     if isinstance(root, StorePath):
@@ -266,7 +266,7 @@ def finish_checkpoint(
         (root / TRACKER).write_bytes(str(iteration).encode())
         return
     next_tracker = _next_tracker(partial)
-    write_durably(next_tracker, str(iteration))
+    write_durably(next_tracker, str(iteration).encode())
     sync(partial)  # file names in the folder must be durable before its name
     directory = iteration_directory(root, iteration)
     replaced = directory.with_suffix(_REPLACED)

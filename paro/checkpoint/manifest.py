@@ -90,7 +90,8 @@ class Manifest:
     def check_sum(self, name: str, begin: int, length: int, checksum: int) -> None:
         """Raise `DamagedError` unless the file has such a chunk with this checksum."""
         if self._by_place.get((name, begin)) != (length, checksum):
-            raise DamagedError(_wrong(self.directory / name, begin, begin + length))
+            where = f"bytes {begin} to {begin + length}"
+            raise DamagedError(f"{self.directory / name} is damaged (wrong checksum of {where})")
 
     def read_file(self, name: str) -> bytes:
         """Return the contents of a small file, verified."""
@@ -104,9 +105,8 @@ class Manifest:
         check_sizes(self.directory, self.files)
         for name, sums in self.files.items():
             file = RegularFile(self.directory / name)
-            for begin, chunk in _placed(sums):
-                if crc32_of_file(file, begin, begin + chunk.length) != chunk.checksum:
-                    raise DamagedError(_wrong(file.path, begin, begin + chunk.length))
+            for begin, (length, _) in _placed(sums):
+                self.check_sum(name, begin, length, crc32_of_file(file, begin, begin + length))
         return sum(map(_num_bytes, self.files.values()))
 
 
@@ -114,11 +114,8 @@ def check_sizes(directory: Path, files: Mapping[str, ChunkSums]) -> None:
     """Raise `DamagedError` unless the files of a folder exist with the written sizes."""
     for name, sums in files.items():
         path = directory / name
-        try:
+        with damaged(path):
             status = path.stat()
-        except OSError as error:
-            check_access(path, error)
-            raise DamagedError(f"{path} is missing ({describe(error)})") from None
         if not stat.S_ISREG(status.st_mode):
             raise DamagedError(f"{path} is no regular file")
         num_bytes = _num_bytes(sums)
@@ -167,7 +164,7 @@ def write_manifest(
         },
     }
     text = json.dumps({**facts, "crc32": crc32(_canonical(facts))}, default=str)
-    write_durably(directory / MANIFEST, text)
+    write_durably(directory / MANIFEST, text.encode())
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -213,47 +210,39 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 @contextmanager
-def damaged(path: Path) -> Iterator[None]:
-    """Turn an error of the block, which reads a file of a checkpoint, into a `DamagedError`."""
+def damaged(path: Path, others: type[Exception] = OSError) -> Iterator[None]:
+    """Turn an error of the block, which reads a file of a checkpoint, into a `DamagedError`.
+
+    It is a `UserError` or of the class `others`. One that is not of the file itself stays as it is,
+    so that no older file is read in its place: access may be refused, a store may not answer, or
+    too many files may be open.
+    """
     try:
         yield
     except DamagedError:
         raise
-    except (UserError, OSError) as error:
-        check_access(path, error)
+    except (UserError, others) as error:
+        cause = error.__cause__ if isinstance(error, UserError) else error
+        if isinstance(cause, PermissionError):
+            raise UserError(f"{path} cannot be read: {cause.strerror or cause}") from cause
+        if isinstance(error, TimeoutError) or open_files_limit(error) is not None:
+            raise
+        state = "missing" if isinstance(cause, FileNotFoundError) else "damaged"
         detail = describe(error).removeprefix(str(path)).removeprefix(":").strip()
-        raise DamagedError(f"{path} is damaged ({detail})") from None
+        raise DamagedError(f"{path} is {state} ({detail})") from None
 
 
-def check_access(path: Path, error: Exception) -> None:
-    """Raise an error that is not of the file itself, so that no older file is read in its place.
+def write_durably(path: Path, content: bytes) -> ChunkSums:
+    """Write and fsync a small file, so that it survives a crash of the machine; or an object.
 
-    Access may be refused, a store may not answer, or too many files may be open.
+    `UserError` if another run has written the object meanwhile: a run that lost the folder while it
+    was stopped overwrites nothing when it is woken.
     """
-    cause = error.__cause__ if isinstance(error, UserError) else error
-    if isinstance(cause, PermissionError):
-        raise UserError(f"{path} cannot be read: {cause.strerror or cause}") from cause
-    if isinstance(error, TimeoutError) or open_files_limit(error) is not None:
-        raise error
-
-
-def create_object(path: StorePath, content: bytes) -> None:
-    """Write an object of a checkpoint; `UserError` if another run has written it meanwhile.
-
-    A run that lost the folder while it was stopped overwrites nothing when it is woken.
-    """
-    if not path.create(content):
-        raise UserError(f"{path} was written by another run meanwhile: is {path.parent} its, too?")
-
-
-def write_durably(path: Path, text: str) -> ChunkSums:
-    """Write and fsync a small file, so that it survives a crash of the machine; or an object."""
-    content = text.encode()
-    if isinstance(path, StorePath):
-        create_object(path, content)
-    else:
+    if not isinstance(path, StorePath):
         path.write_bytes(content)
         sync(path)
+    elif not path.create(content):
+        raise UserError(f"{path} was written by another run meanwhile: is {path.parent} its, too?")
     return sum_of(content)
 
 
@@ -268,7 +257,3 @@ def sync(path: Path) -> None:
 
 def _canonical(facts: Mapping[str, Any]) -> bytes:
     return json.dumps(facts, sort_keys=True, default=str).encode()
-
-
-def _wrong(path: str | Path, begin: int, stop: int) -> str:
-    return f"{path} is damaged (wrong checksum of bytes {begin} to {stop})"

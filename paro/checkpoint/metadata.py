@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import _get_layout
 
-from paro.checkpoint.manifest import METADATA, DamagedError, check_access
-from paro.errors import UserError, describe
+from paro.checkpoint.manifest import METADATA, damaged
+from paro.errors import UserError
 from paro.files.regular_file import read_bytes
 
 MAX_BYTES = 2**30  # largest file: 7 million chunks, 405 billion parameters on 10,000 ranks
@@ -52,17 +52,12 @@ def read_metadata(directory: Path, *, others: bool = False) -> Metadata:
     With `others` another program may have written it: objects of other classes are inert.
     """
     path = directory / METADATA
-    try:
+    with damaged(path, Exception):  # an unpickler fails in many ways, and so do forged fields
         content = read_bytes(path, max_bytes=MAX_BYTES)
         unpickler = _MetadataUnpickler(BytesIO(content))
         unpickler.others = others
         metadata: Metadata = unpickler.load()
         _check(metadata)
-    except Exception as error:  # an unpickler fails in many ways, and so do forged fields
-        check_access(path, error)
-        detail = describe(error).removeprefix(f"{path} ")
-        remedy = "" if others else ": resume from another iteration"
-        raise DamagedError(f"{path} is missing or damaged ({detail}){remedy}") from None
     return metadata
 
 

@@ -37,8 +37,8 @@ from paro.checkpoint.manifest import (
     ChunkSums,
     DamagedError,
     check_sizes,
-    create_object,
     sum_of,
+    write_durably,
 )
 from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.storage import BoundedWriter
@@ -147,7 +147,7 @@ def _place_of(folder: Path, ranks: CheckpointRanks) -> Iterator[tuple[Path, str]
         ranks.check_lock()
         for path in sorted(local.iterdir()):
             if path.name == METADATA:
-                create_object(folder / METADATA, path.read_bytes())
+                write_durably(folder / METADATA, path.read_bytes())
             else:
                 (folder / path.name).upload(path)
 

@@ -32,7 +32,7 @@ from paro.checkpoint.chunks import MAX_ITEM_BYTES, ChunkedState
 from paro.checkpoint.directory import in_files
 from paro.checkpoint.manifest import ChunkSum, ChunkSums, DamagedError, Manifest, damaged
 from paro.checkpoint.metadata import read_metadata
-from paro.errors import UserError, describe
+from paro.errors import UserError
 from paro.files.checksum import crc32
 from paro.files.regular_file import RegularFile
 
@@ -202,13 +202,11 @@ class CheckedReader:
             filled += count
         content = room[:filled]
         self._manifest.check_sum(name, begin, filled, checksum)
-        try:
+        with damaged(self.directory / name, Exception):  # an unpickler fails in many ways
             saved, items = tensor_in(content), [read.item for read in reads]
             parts = [narrow_tensor_by_index(saved, i.storage_offsets, i.lengths) for i in items]
             if any(part.shape != i.lengths for part, i in zip(parts, items, strict=True)):
                 raise UserError(f"refused: a tensor of the shape {tuple(saved.shape)}")
-        except Exception as error:  # an unpickler fails in many ways
-            raise DamagedError(f"{file.path} is damaged ({describe(error)})") from error
         for read, part in zip(reads, parts, strict=True):
             assert read.target.shape == part.shape, f"{read.item.storage_index}: {part.shape}"
             read.target.copy_(part)
