@@ -45,6 +45,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.json"
 RANK_MARK = ".rank_"
 MAX_TRACKER_BYTES = 4096  # the most bytes that are read of a tracker
+_NEXT_TRACKER = "next_tracker"  # in a folder, until the folder is in place
 _REPLACED = ".replaced"
 _PARTIAL = ".partial"
 # What an unfinished save leaves in a store; save.py names its tensor files so there.
@@ -232,7 +233,7 @@ def begin_checkpoint(
     for folder in paths_in(root, f"iter_*{_PARTIAL}"):
         remove_folder(folder)
     # Marks are left by ranks killed in `ranks_by_folder`.
-    for file in paths_in(root, f"{TRACKER}*{_PARTIAL}", f"{RANK_MARK}*"):
+    for file in paths_in(root, f"{RANK_MARK}*"):
         file.unlink(missing_ok=True)
     partial = directory.with_suffix(f".{token}{_PARTIAL}" if token else _PARTIAL)
     partial.mkdir()
@@ -252,7 +253,7 @@ def finish_checkpoint(
     another run holds the folder now. `files` are the other files; `common["arguments"]` goes into
     the manifest. All writes that may fail on a full disk come before the first rename.
     """
-    root = partial.parent
+    root, tracker = partial.parent, str(iteration).encode()
     own = {"format_version": FORMAT_VERSION, "iteration": iteration, "versions": library_versions()}
     arguments = common.get("arguments", {})
     rest = {name: value for name, value in common.items() if name != "arguments"}
@@ -263,10 +264,9 @@ def finish_checkpoint(
     write_manifest(partial, iteration, sums, arguments)
     if isinstance(root, StorePath):
         check()
-        (root / TRACKER).write_bytes(str(iteration).encode())
+        (root / TRACKER).write_bytes(tracker)
         return
-    next_tracker = _next_tracker(partial)
-    write_durably(next_tracker, str(iteration).encode())
+    write_durably(partial / _NEXT_TRACKER, tracker)
     sync(partial)  # file names in the folder must be durable before its name
     directory = iteration_directory(root, iteration)
     replaced = directory.with_suffix(_REPLACED)
@@ -278,7 +278,7 @@ def finish_checkpoint(
     partial.rename(directory)
     sync(root)  # the tracker must not become durable before the folder it names
     check()
-    next_tracker.replace(root / TRACKER)
+    (directory / _NEXT_TRACKER).replace(root / TRACKER)
     sync(root)  # from here on the old checkpoint is not needed
     shutil.rmtree(replaced, ignore_errors=True)
 
@@ -295,7 +295,6 @@ def discard_checkpoint(partial: Path, check: Callable[[], None] = lambda: None) 
             remove_folder(partial)
         return
     shutil.rmtree(partial, ignore_errors=True)
-    _next_tracker(partial).unlink(missing_ok=True)
 
 
 def retire_checkpoint(root: Path, *, before: int, interval: int) -> None:
@@ -350,7 +349,3 @@ def _refuse_strangers(root: Path) -> None:
             f"{root} holds no checkpoint of this project (it has {strangers[0].name}): convert it "
             "with tools/convert_checkpoint.py"
         )
-
-
-def _next_tracker(partial: Path) -> Path:
-    return partial.with_name(f"{TRACKER}.{partial.name}")
