@@ -60,13 +60,14 @@ class LockHolder:
 
     @classmethod
     def this_process(cls) -> Self:
+        boot_id, pid_namespace = _boot_and_pid_namespace()
         return cls(
             token=secrets.token_hex(8),
             host=_short(socket.gethostname()),
             pid=os.getpid(),
             start_ticks=_start_ticks(os.getpid()) or 0,
-            boot_id=_boot_id(),
-            pid_namespace=_pid_namespace(),
+            boot_id=boot_id,
+            pid_namespace=pid_namespace,
             rendezvous_id=_short(read_rendezvous_id()),
             slurm_job=_short(read_job_id()),
             since=datetime.now().astimezone().isoformat(" ", "seconds"),
@@ -83,16 +84,16 @@ class LockHolder:
         texts: dict[str, Any] = {n: _short(text) for n, text in values if isinstance(text, str)}
         return replace(holder, **texts)
 
-    def is_same_job(self, other: LockHolder) -> bool:
-        """Return whether both are starts of one torchrun or SLURM job."""
+    def gives_way_to(self, other: LockHolder) -> bool:
+        """Return whether the process has ended, or is an earlier start of the other's job."""
         jobs = (self.rendezvous_id, other.rendezvous_id), (self.slurm_job, other.slurm_job)
-        return any(mine and mine == theirs for mine, theirs in jobs)
+        is_same_job = any(mine and mine == theirs for mine, theirs in jobs)
+        return self.released or is_same_job or self.is_dead_here()
 
     def is_dead_here(self) -> bool:
         """Return whether the process is known to be dead; False for a process on another host."""
-        if not self.boot_id or not self.pid_namespace:
-            return False
-        if (self.boot_id, self.pid_namespace) != (_boot_id(), _pid_namespace()):
+        where = self.boot_id, self.pid_namespace
+        if not all(where) or where != _boot_and_pid_namespace():
             return False
         try:
             os.kill(self.pid, 0)  # only checks that the process exists
@@ -119,7 +120,7 @@ class FolderLock:
         self.lost: str | None = None  # why this process does not hold the lock any more
         self._device = root.stat().st_dev
         self._checked = time.monotonic()
-        self._lock = threading.Lock()  # taken by the saving thread and the heartbeat thread
+        self._lock = threading.RLock()  # taken by the saving thread and the heartbeat thread
         self._ended = threading.Event()
         threading.Thread(target=self._beat_on, name="lease", daemon=True).start()
 
@@ -131,14 +132,34 @@ class FolderLock:
         return self.lost is None
 
     def check(self) -> None:
-        """Raise `LockLostError` unless this process holds the lock now."""
+        """Raise `LockLostError` if another process holds the lock; write a file again that is gone.
+
+        The file may have been removed by hand, perhaps with the folder. An unmounted file system
+        raises `OSError`.
+        """
         with self._lock:
-            self._check()
+            if self.lost is None:
+                newest = _newest(self._root)
+                if newest is None:
+                    in_store = isinstance(self._root, StorePath)
+                    if not in_store and self._root.stat().st_dev != self._device:
+                        where = f"{self._root} is on another file system than at the start"
+                        raise OSError(errno.ENODEV, f"{where}: is it still mounted?")
+                    if not _create(self._root, self._number, self.holder):
+                        newest = _newest(self._root)
+                if newest is not None and newest.is_of_another(self._number, self.holder.token):
+                    self.lost = f"{newest.who}, has taken it over"
+        if self.lost is not None:
+            raise LockLostError(
+                f"this run lost its lease of {self._root}: {self.lost}; nothing was changed there "
+                "since; if this run is the one to go on, end the other and start this one again"
+            )
+        self._checked = time.monotonic()
 
     def beat(self) -> None:
         """Show that this process lives; raises as `check` does."""
         with self._lock:
-            self._check()
+            self.check()
             self.holder = replace(self.holder, heartbeat=self.holder.heartbeat + 1)
             _write(self._path, self.holder)
 
@@ -146,7 +167,7 @@ class FolderLock:
         """Mark the lock file as released for the next run; write nothing if the lock is lost."""
         with self._lock:
             with suppress(*_LATER, LockLostError), store_timeout(BEAT_SECONDS):
-                self._check()
+                self.check()
                 _write(self._path, replace(self.holder, released=True))
             self.lost = self.lost or "this run has ended"
             self._ended.set()
@@ -155,30 +176,6 @@ class FolderLock:
         while self.lost is None and not self._ended.wait(BEAT_SECONDS):
             with suppress(*_LATER, LockLostError), store_timeout(BEAT_SECONDS):
                 self.beat()
-
-    def _check(self) -> None:
-        """Raise `LockLostError` if another process holds the lock; write a file again that is gone.
-
-        The file may have been removed by hand, perhaps with the folder. An unmounted file system
-        raises `OSError`.
-        """
-        if self.lost is None:
-            newest = _newest(self._root)
-            if newest is None:
-                in_store = isinstance(self._root, StorePath)
-                if not in_store and self._root.stat().st_dev != self._device:
-                    where = f"{self._root} is on another file system than at the start"
-                    raise OSError(errno.ENODEV, f"{where}: is it still mounted?")
-                if not _create(self._root, self._number, self.holder):
-                    newest = _newest(self._root)
-            if newest is not None and newest.is_of_another(self._number, self.holder.token):
-                self.lost = f"{newest.who}, has taken it over"
-        if self.lost is not None:
-            raise LockLostError(
-                f"this run lost its lease of {self._root}: {self.lost}; nothing was changed there "
-                "since; if this run is the one to go on, end the other and start this one again"
-            )
-        self._checked = time.monotonic()
 
 
 def attempts_to_lock(root: Path, holder: LockHolder) -> Iterator[FolderLock | str]:
@@ -193,7 +190,7 @@ def attempts_to_lock(root: Path, holder: LockHolder) -> Iterator[FolderLock | st
     while True:
         newest = _newest(root)
         is_still = newest == seen and time.monotonic() - seen_at >= STILL_SECONDS
-        if newest is None or is_still or newest.is_free_for(holder):
+        if newest is None or is_still or (newest.holder and newest.holder.gives_way_to(holder)):
             number = 1 if newest is None else newest.number + 1
             root.mkdir(parents=True, exist_ok=True)
             if _create(root, number, holder):
@@ -230,13 +227,6 @@ class _LockFile:
     def is_of_another(self, number: int, token: str) -> bool:
         """Return whether another process holds the lock than that of a number and a token."""
         return self.number > number or (self.holder is not None and self.holder.token != token)
-
-    def is_free_for(self, other: LockHolder) -> bool:
-        """Return whether the holder has ended, or is an earlier start of another process's job."""
-        holder = self.holder
-        return holder is not None and (
-            holder.released or holder.is_same_job(other) or holder.is_dead_here()
-        )
 
 
 def _newest(root: Path) -> _LockFile | None:
@@ -335,17 +325,12 @@ def _short(text: str) -> str:
     return "".join(c if c.isascii() and c.isprintable() else "?" for c in text[:_TEXT_LENGTH])
 
 
-def _boot_id() -> str:
-    """Return an ID of this host until the next boot; empty where the system has none."""
+def _boot_and_pid_namespace() -> tuple[str, str]:
+    """Return IDs of this host until the next boot, and of its pids; empty where there are none."""
     with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return ""
-
-
-def _pid_namespace() -> str:
-    with suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return ""
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return boot_id, os.readlink("/proc/self/ns/pid")
+    return "", ""
 
 
 def _start_ticks(pid: int) -> int | None:

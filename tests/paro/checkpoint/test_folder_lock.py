@@ -236,7 +236,7 @@ def test_a_run_without_its_lease_renames_and_removes_nothing(
     """The lock is lost before one check after the other of the save."""
     finish_checkpoint(begin_checkpoint(tmp_path, 10), 10, {})
     ours = take(tmp_path, holder(rendezvous_id="a"))
-    check = ours._check
+    check = ours.check
     checks: list[list[str]] = []
 
     def lose(_self: FolderLock) -> None:
