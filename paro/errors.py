@@ -270,10 +270,10 @@ def printing() -> Iterator[None]:
 
 @contextmanager
 def about(prefix: str = "", suffix: str = "") -> Iterator[None]:
-    """Put a field or a flag before the text of a `UserError`, and a remedy behind it."""
+    """Put a field or a flag before the text of an error, and a remedy behind it."""
     try:
         yield
-    except UserError as error:
+    except (UserError, StorageError) as error:
         raise type(error)(prefix + "; ".join(error.args) + suffix) from error
 
 

@@ -18,7 +18,7 @@ from paro.checkpoint.config import SavedRun, as_read, find_saved, is_of_position
 from paro.checkpoint.directory import candidates
 from paro.checkpoint.storage import CheckedReader
 from paro.distributed.control import Control
-from paro.errors import StorageError, UserError, flag_of
+from paro.errors import UserError, about, flag_of
 from paro.files.object_store import path_of
 from paro.layout import shape_text
 from paro.spec.states import (
@@ -72,10 +72,8 @@ def load_checkpoint(
         states = _parameters(states)
     load = partial(_load_iteration, states=states, request=request, ranks=ranks, log=log)
     order = partial(_order, ranks=ranks)
-    try:
+    with about(f"--load {root}: "):
         saved = find_saved(path_of(root), request.iteration, order=order, read=load, log=log)
-    except (UserError, StorageError) as error:
-        raise type(error)(f"--load {root}: {error}") from error
     if saved is not None:
         log(f"  successfully loaded checkpoint from {root} at iteration {saved.manifest.iteration}")
     return saved
