@@ -205,13 +205,13 @@ class IndexedDataset:
         for begin in range(0, self.num_tokens, PART_TOKENS):
             yield begin, min(PART_TOKENS, self.num_tokens - begin)
 
-    def __reduce__(self) -> tuple[Callable[[str, str], IndexedDataset], tuple[str, str]]:
-        return _opened_again, (self.prefix, str(ObjectCache.folder))
+    def __reduce__(self) -> tuple[Callable[[str, Path], IndexedDataset], tuple[str, Path]]:
+        return _opened_again, (self.prefix, ObjectCache.folder)
 
 
-def _opened_again(prefix: str, cache: str) -> IndexedDataset:
+def _opened_again(prefix: str, cache: Path) -> IndexedDataset:
     """Open a data set in another process, with the cache of the process that opened it before."""
-    ObjectCache.use(cache)
+    ObjectCache.folder = cache
     return IndexedDataset(prefix)
 
 

@@ -36,16 +36,10 @@ _DEFAULT = Path(tempfile.gettempdir()) / f"llama-paro-objects-{os.getuid()}"
 class ObjectCache:
     """The folder of the blocks, and of files on their way into a store; shared by a machine."""
 
-    folder: ClassVar[Path] = _DEFAULT
+    folder: ClassVar[Path] = _DEFAULT  # runs set it by their flag
     most_bytes: ClassVar[int | None] = None  # of blocks; None: half of the room on the disk
     kept_between: ClassVar[int] = 32  # least blocks that a process keeps between two looks at it
     _until_look: ClassVar[int] = 0  # blocks that this process still keeps before it looks again
-
-    @classmethod
-    def use(cls, folder: str | None) -> None:
-        """Keep blocks in the folder of a flag from now on; None: under the temporary folder."""
-        if folder is not None:
-            cls.folder = Path(folder)
 
     @classmethod
     def made(cls, *names: str) -> Path:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -178,7 +179,8 @@ def watchdog_of(early: EarlyConfig) -> Watchdog:
     """Build the watchdog of this process; set the limit of waits, and a folder."""
     runtime = early.runtime
     LimitedWait.limit_seconds = runtime.timeout.total_seconds()
-    ObjectCache.use(runtime.object_storage_cache_path)
+    if runtime.object_storage_cache_path is not None:
+        ObjectCache.folder = Path(runtime.object_storage_cache_path)
     return Watchdog(
         early.watch,
         rank=early.world.rank,

@@ -264,7 +264,7 @@ def read_by_tools(url: str, tmp_path: Path) -> None:
     merge += ["--output", tmp_path / "merged"]
     generate = ["tools/generate.py", "--load", url, "--prompt", "1 2", "--max-new-tokens", 1]
     for words in (["tools/convert_checkpoint.py", *convert], inspect, merge, generate):
-        done = run_script(words, before=partial(ObjectCache.use, str(tmp_path / "cache")))
+        done = run_script(words, before=partial(setattr, ObjectCache, "folder", tmp_path / "cache"))
         assert done.returncode == 0, done.stderr
     converted, exported = (
         {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
