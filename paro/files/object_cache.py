@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from paro.errors import UserError, reading, writing
 from paro.files.atomic_file import replace_file
 from paro.files.object_store import StorePath, path_of, store_timeout
-from paro.files.waits import try_lock, wait_for_lock
+from paro.files.waits import claimed, wait_for_lock
 
 FLAG = "--object-storage-cache-path"
 BLOCK_BYTES = 2**20
@@ -121,32 +121,15 @@ def staging_folder() -> Iterator[Path]:
     with ExitStack() as until_uploaded:
         with writing(f"{FLAG} {parent}"):
             for left in parent.glob("upload-*"):
-                with _claimed(left) as is_left:
+                with claimed(left) as is_left:
                     if is_left:
                         shutil.rmtree(left, ignore_errors=True)
             folder = Path(tempfile.mkdtemp(prefix="upload-", dir=parent))
-            while not until_uploaded.enter_context(_claimed(folder)):
+            while not until_uploaded.enter_context(claimed(folder)):
                 # Another process took the new folder for one that is left.
                 folder = Path(tempfile.mkdtemp(prefix="upload-", dir=parent))
         until_uploaded.callback(shutil.rmtree, folder, ignore_errors=True)
         yield folder
-
-
-@contextmanager
-def _claimed(folder: Path) -> Iterator[bool]:
-    """Hold a folder's lock; give False if another process holds it, or has removed the folder.
-
-    A process id in its name would not do: containers that share the folder have ids of their own.
-    """
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield False
-        return
-    try:
-        yield try_lock(descriptor) and folder.exists()
-    finally:
-        os.close(descriptor)
 
 
 class CachedObject:

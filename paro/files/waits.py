@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import ClassVar
 
 from paro.errors import shown
@@ -64,3 +68,24 @@ def wait_for_lock(descriptor: int, holder: str) -> None:
     while not try_lock(descriptor):
         wait.check()
         time.sleep(_POLL_SECONDS)
+
+
+@contextmanager
+def claimed(folder: Path, most_seconds: float = 0.0) -> Iterator[bool]:
+    """Hold a folder's lock; give False if another process holds it, or has removed the folder.
+
+    A process id in its name would not do: containers that share the folder have ids of their own.
+    The lock is tried for `most_seconds`, at least once.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield False
+        return
+    end = time.monotonic() + most_seconds
+    try:
+        while not (is_ours := try_lock(descriptor)) and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+        yield is_ours and folder.exists()
+    finally:
+        os.close(descriptor)

@@ -9,7 +9,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -20,13 +20,12 @@ from paro.checkpoint.in_memory.snapshot import DATA, RECORD, Snapshot
 from paro.distributed.control import Control
 from paro.distributed.world import read_job_id, read_rendezvous_id
 from paro.errors import UserError, writing
-from paro.files.waits import try_lock
+from paro.files.waits import claimed
 from paro.text import size_text
 
 MEMORY = Path("/dev/shm")
 FLAG = "--non-persistent-local-ckpt-dir"
 
-_LOCK = "lock"
 # Seconds after the last write for which a job that did not empty its folder may still recover.
 _LEFTOVER_SECONDS = 3600.0
 _LOCK_SECONDS = 10.0  # longest wait for the lock: a killed process with much memory ends slowly
@@ -99,23 +98,18 @@ def snapshot_folder(
     near = ranks_by_folder(path, control, blame)
     (mine,) = (ranks for ranks in near if control.world.rank in ranks)
     folder = SnapshotFolder(path, control, mine)
-    lock: int | None = None
-    with control.raise_on_all_ranks(), writing(blame):
-        if folder.is_first:
-            lock = _lock(path / _LOCK, time.monotonic() + _LOCK_SECONDS)
-            if lock is None:
-                raise UserError(
-                    f"{path} holds the local copies of another run with the same job ID on this "
-                    f"node: give torchrun a --rdzv-id of its own, or another {FLAG}"
-                )
-            _remove_leftovers(path, log)
-    if not _is_in_memory(path):
-        log(f"local copies are in {path}, which is no memory: they cost time of a disk")
-    try:
+    with ExitStack() as until_end:
+        with control.raise_on_all_ranks(), writing(blame):
+            if folder.is_first:
+                if not until_end.enter_context(claimed(path, _LOCK_SECONDS)):
+                    raise UserError(
+                        f"{path} holds the local copies of another run with the same job ID on "
+                        f"this node: give torchrun a --rdzv-id of its own, or another {FLAG}"
+                    )
+                _remove_leftovers(path, log)
+        if not _is_in_memory(path):
+            log(f"local copies are in {path}, which is no memory: they cost time of a disk")
         yield folder
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 def check_room(folder: SnapshotFolder, num_bytes: int, available: int | None) -> None:
@@ -157,28 +151,15 @@ def _make_private(path: Path) -> None:
         raise UserError(f"{path} is open to other users: chmod 700 it, or remove it")
 
 
-def _lock(path: Path, deadline: float) -> int | None:
-    """Return a descriptor that holds the lock until it is closed or its process dies."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    while not try_lock(descriptor):
-        if time.monotonic() > deadline:
-            os.close(descriptor)
-            return None
-        time.sleep(0.1)
-    return descriptor
-
-
 def _remove_leftovers(folder: Path, log: Callable[[str], None]) -> None:
     """Remove folders of this user's jobs on this node that ended long ago; log a line each."""
     for path in folder.parent.glob(f"paro-{os.getuid()}-*-{_as_file_name(socket.gethostname())}"):
         if path == folder:
             continue
-        with suppress(OSError):
+        with suppress(OSError), claimed(path) as has_ended:
             written = max(file.stat().st_mtime for file in (path, *path.iterdir()))
-            lock = _lock(path / _LOCK, 0.0) if time.time() - written > _LEFTOVER_SECONDS else None
-            if lock is not None:
+            if has_ended and time.time() - written > _LEFTOVER_SECONDS:
                 shutil.rmtree(path)
-                os.close(lock)
                 log(f"removed the local copies in {path}: their job has ended")
 
 

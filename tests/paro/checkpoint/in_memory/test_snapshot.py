@@ -21,6 +21,7 @@ from paro.checkpoint.in_memory.snapshot import DATA, RECORD, Snapshot, SnapshotW
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.files.checksum import crc32
+from paro.files.waits import claimed
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.toy_run import NNN, make_shards
 
@@ -181,19 +182,17 @@ def test_leftovers_of_dead_jobs_are_removed_after_an_hour(tmp_path: Path) -> Non
     old, new, running = (path_in(tmp_path, job) for job in ("old", "new", "running"))
     for path in (old, new, running):
         path.mkdir(mode=0o700)
-        (path / "lock").touch()
-    held = module._lock(running / "lock", 0.0)
-    assert held is not None
+        (path / "file").touch()
     long_ago = time.time() - 3700.0
     for path in (old, running):
-        os.utime(path / "lock", (long_ago, long_ago))
+        os.utime(path / "file", (long_ago, long_ago))
         os.utime(path, (long_ago, long_ago))
     lines: list[str] = []
-    with snapshot_folder(tmp_path, CONTROL, lines.append):
+    with claimed(running) as is_held, snapshot_folder(tmp_path, CONTROL, lines.append):
+        assert is_held
         assert not old.exists()
         assert new.exists()
         assert running.exists()
-    os.close(held)
     assert any("removed the local copies" in line and str(old) in line for line in lines)
 
 
