@@ -100,11 +100,10 @@ class StorePath(PosixPath):
     def __str__(self) -> str:
         return super().__str__().replace(":/", "://", 1)
 
-    def absolute(self) -> StorePath:
-        return self
-
     def resolve(self, strict: bool = False) -> StorePath:
         return self
+
+    absolute = resolve
 
     def info(self) -> dict[str, Any]:
         """Return the store's metadata of the object: its size, and its version under other keys."""
