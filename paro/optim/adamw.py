@@ -24,9 +24,11 @@ TRITON_DEVICES = {"cuda"}  # device types with Triton; tests add "cpu" for Trito
 class AdamWUpdate(NamedTuple):
     """An update of a range by its gradient times `factor`; `copy` gets the cast parameters.
 
+    `step` is the number of updates in the moments after it, for bias correction and rounding.
     `average` moves towards the parameters by `average_weight` of the difference.
     """
 
+    step: int
     lr: float
     weight_decay: float
     factor: float = 1.0
@@ -50,6 +52,7 @@ class AdamWUpdate(NamedTuple):
 class StepUpdate(NamedTuple):
     """An update of all parameters by their gradients times `factor`."""
 
+    step: int  # number of updates in the moments after it
     lr: float
     decoupled_lr: float  # the rate of embedding and output layer
     weight_decay: float
@@ -59,8 +62,8 @@ class StepUpdate(NamedTuple):
     def of(self, factors: GroupFactors) -> AdamWUpdate:
         """Return the update of a range of parameters with these factors."""
         lr = (self.decoupled_lr if factors.is_decoupled else self.lr) * factors.lr
-        weight_decay = self.weight_decay * factors.weight_decay
-        return AdamWUpdate(lr, weight_decay, self.factor, average_weight=self.average_weight)
+        decay, average_weight = self.weight_decay * factors.weight_decay, self.average_weight
+        return AdamWUpdate(self.step, lr, decay, self.factor, average_weight=average_weight)
 
 
 @dataclass(eq=False)
@@ -78,16 +81,9 @@ class AdamW(ABC):
     eps: float
     rounding: Rounding | None = None
 
-    def __post_init__(self) -> None:
-        self.set_num_steps(0)
-
     @abstractmethod
     def step(self, grad: Tensor, update: AdamWUpdate) -> None:
         """Update the parameters and moments in place; the gradient is undefined afterwards."""
-
-    @abstractmethod
-    def set_num_steps(self, num_steps: int) -> None:
-        """Set the number of updates in the moments, for bias correction; it starts at 0."""
 
 
 class TorchAdamW(AdamW):
@@ -101,7 +97,6 @@ class TorchAdamW(AdamW):
         # Torch's kernel compares no lengths, and would write past the end.
         assert grad.numel() == self.exp_avg.numel() == self.exp_avg_sq.numel() == numel
         length = numel if self.rounding is None else _CHUNK
-        self._count += 1
         for begin in range(0, numel, length):
             part = slice(begin, min(begin + length, numel))
             self._step_part(part, grad[part], update)
@@ -114,14 +109,13 @@ class TorchAdamW(AdamW):
             scale = torch.full((), 1.0 / update.factor, device=grad.device)
         kept = self.exp_avg[part], self.exp_avg_sq[part]
         moments = [moment.float() for moment in kept]
-        is_last = part.stop == self.param.numel()
         adamw(
             [self.param[part]],
             [grad.float()],
             moments[:1],
             moments[1:],
             max_exp_avg_sqs=[],
-            state_steps=[self._num_steps if is_last else self._num_steps.clone()],
+            state_steps=[torch.full((), update.step - 1.0, device=grad.device)],
             fused=True,
             grad_scale=scale,
             amsgrad=False,
@@ -133,19 +127,15 @@ class TorchAdamW(AdamW):
             maximize=False,
         )
         if self.rounding is not None:
-            bits = self.rounding.bits(part.start, part.stop, self._count, grad.device)
+            bits = self.rounding.bits(part.start, part.stop, update.step, grad.device)
             for moment, values, half in zip(kept, moments, (bits, bits >> 16), strict=True):
                 if values is not moment:
                     round_into(values, half, moment)
 
-    def set_num_steps(self, num_steps: int) -> None:
-        self._count = num_steps
-        steps = torch.full((), num_steps, dtype=torch.float32, device=self.param.device)
-        self._num_steps = steps
 
-
+@dataclass(eq=False)
 class ApexAdamW(AdamW):
-    """The AdamW of NVIDIA apex, `FusedAdam`, which counts the steps in a param group."""
+    """The AdamW of NVIDIA apex, `FusedAdam`, which adds a step to the number in a param group."""
 
     def __post_init__(self) -> None:
         from apex.optimizers import FusedAdam
@@ -158,16 +148,12 @@ class ApexAdamW(AdamW):
 
     def step(self, grad: Tensor, update: AdamWUpdate) -> None:
         (group,) = self._fused_adam.param_groups
-        group.update(lr=update.lr, weight_decay=update.weight_decay)
+        group.update(step=update.step - 1, lr=update.lr, weight_decay=update.weight_decay)
         grad = grad.float()
         self.param.grad = grad if update.factor == 1.0 else grad.mul_(update.factor)
         self._fused_adam.step()
         self.param.grad = None
         update.write(self.param)
-
-    def set_num_steps(self, num_steps: int) -> None:
-        (group,) = self._fused_adam.param_groups
-        group["step"] = num_steps
 
 
 class ChosenAdamW(NamedTuple):
@@ -215,7 +201,7 @@ def _compare(make: Callable[..., AdamW], device: torch.device, rounds: bool) -> 
         adam = each(param, *moments, betas=(0.9, 0.95), eps=1e-8, rounding=rounding)
         for step in (1, 2):
             grad = torch.linspace(-step, 2.0, 99, device=device)
-            adam.step(grad, AdamWUpdate(0.1, 0.1, 0.5, copy, average, average_weight=0.3))
+            adam.step(grad, AdamWUpdate(step, 0.1, 0.1, 0.5, copy, average, 0.3))
         results.append((param, average, copy.float()))
     errors = [float((a - b).abs().max()) for a, b in zip(*results, strict=True)]
     if not (max(errors[:2]) <= 1e-5 and errors[2] <= 2.0**-7):

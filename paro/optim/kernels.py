@@ -165,7 +165,6 @@ class TritonAdamW(AdamW):
     """AdamW in one pass: gradient, master and moments are read once, all results written once."""
 
     def step(self, grad: Tensor, update: AdamWUpdate) -> None:
-        self._num_steps += 1
         beta1, beta2 = self.betas
         numel = self.param.numel()
         _adamw[(triton.cdiv(numel, _BLOCK),)](
@@ -181,10 +180,10 @@ class TritonAdamW(AdamW):
             beta1,
             beta2,
             self.eps,
-            update.lr / (1.0 - beta1**self._num_steps),
-            (1.0 - beta2**self._num_steps) ** 0.5,
+            update.lr / (1.0 - beta1**update.step),
+            (1.0 - beta2**update.step) ** 0.5,
             update.average_weight,
-            *_random_args(self.rounding, self._num_steps),
+            *_random_args(self.rounding, update.step),
             CUT=_is_cut(self.rounding),
             ROUNDS1=self.exp_avg.dtype != torch.float32,
             ROUNDS2=self.exp_avg_sq.dtype != torch.float32,
@@ -192,6 +191,3 @@ class TritonAdamW(AdamW):
             AVERAGES=update.average is not None,
             BLOCK=_BLOCK,
         )
-
-    def set_num_steps(self, num_steps: int) -> None:
-        self._num_steps = num_steps

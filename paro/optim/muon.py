@@ -163,7 +163,7 @@ class MuonStep(Endpoint):
         self._ranks = self.groups.topology.in_order_of_shards(self._span, self.groups.rank)
         self._group_rank = self._ranks.index(self.groups.rank)
 
-    def update(self, update: StepUpdate, step: int) -> Iterator[int]:
+    def update(self, update: StepUpdate) -> Iterator[int]:
         """Yield the number of each buffer as soon as all its matrices are updated.
 
         Gradients are undefined afterwards.
@@ -173,7 +173,7 @@ class MuonStep(Endpoint):
         momentum: _AllToAll | None = None
         result: _AllToAll | None = None
         for muon_round in (*rounds, None, None):  # two more turns for the last arrivals
-            next_momentum = self._send_momentum(muon_round, update, step) if muon_round else None
+            next_momentum = self._send_momentum(muon_round, update) if muon_round else None
             next_result = self._send_result(momentum) if momentum else None
             if result:
                 self._apply(result, update)
@@ -183,12 +183,12 @@ class MuonStep(Endpoint):
                         yield assignment.matrix.buffer
             momentum, result = next_momentum, next_result
 
-    def _send_momentum(self, muon_round: MuonRound, update: StepUpdate, step: int) -> _AllToAll:
+    def _send_momentum(self, muon_round: MuonRound, update: StepUpdate) -> _AllToAll:
         """Update the momentum of a round, and queue the all-to-all to the owners."""
         rank, is_sharded = self._group_rank, self.rounds.is_sharded
         sent: dict[int, Tensor] = {}
         for assignment, low, high in self._local_shards(muon_round):
-            read = self._momentum(assignment.matrix, low, high, update.factor, step)
+            read = self._momentum(assignment.matrix, low, high, update)
             if is_sharded or assignment.owner == rank:
                 sent[assignment.owner] = read
         received: dict[int, Tensor] = {}
@@ -201,9 +201,7 @@ class MuonStep(Endpoint):
         event = self._all_to_all(sent, received)
         return _AllToAll(muon_round, sent, received, event, whole)
 
-    def _momentum(
-        self, matrix: MuonMatrix, low: int, high: int, factor: float, step: int
-    ) -> Tensor:
+    def _momentum(self, matrix: MuonMatrix, low: int, high: int, update: StepUpdate) -> Tensor:
         """Update the momentum of a matrix's shard; return the values that Newton-Schulz reads."""
         states = self.ranges[matrix.buffer]
         unit, rounding = states.unit, None
@@ -212,8 +210,8 @@ class MuonStep(Endpoint):
         if stored.dtype != torch.float32:
             (chunk_range,) = unit.layout.chunk_ranges(start + part.start, start + part.stop)
             rounding = Rounding.of(chunk_range, states.seed)
-        update = MomentumUpdate(self.config, factor, self.wire, rounding, step)
-        return self.kernels.momentum(stored, unit.optim_grad[part], update)
+        how = MomentumUpdate(self.config, update.factor, self.wire, rounding, update.step)
+        return self.kernels.momentum(stored, unit.optim_grad[part], how)
 
     def _send_result(self, momentum: _AllToAll) -> _AllToAll:
         """Orthogonalize this rank's matrix of a round, and queue the all-to-all of the result."""

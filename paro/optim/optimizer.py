@@ -110,7 +110,7 @@ class UnitOptimizer:
         average = self._updated.get(EMA) if update.average_weight else None
         for part, factors, adamw in self._adamws:
             adamw.step(grad[part], update.of(factors).into(part, copy, average))
-        by_muon = AdamWUpdate(0.0, 0.0, average_weight=update.average_weight)
+        by_muon = AdamWUpdate(update.step, 0.0, 0.0, average_weight=update.average_weight)
         by_muon.into(slice(first), copy, average).write(master[:first])
         if not in_full:
             unit.quantize_update(master)
@@ -121,11 +121,6 @@ class UnitOptimizer:
         if not all(values.isfinite().all() for values in moments):
             for values in moments:
                 values.zero_()
-
-    def set_num_steps(self, num_steps: int) -> None:
-        """Set the number of updates in the moments, for bias correction."""
-        for _, _, adamw in self._adamws:
-            adamw.set_num_steps(num_steps)
 
     def write_params(self) -> None:
         """Copy the master to the parameter shard, ready for the all-gather."""
@@ -298,7 +293,7 @@ class ParoOptimizer:
         decoupled_lr = lr if decoupled_lr is None else decoupled_lr
         self.num_averaged += averages
         weight = self.config.average_weight(self.num_averaged) if averages else 0.0
-        update = StepUpdate(lr, decoupled_lr, weight_decay, factor, weight)
+        update = StepUpdate(self.num_steps, lr, decoupled_lr, weight_decay, factor, weight)
         with profile_range("update"):
             for part in self._offload.during_update(self._in_order(update)):
                 part.update(update)
@@ -339,7 +334,7 @@ class ParoOptimizer:
         """Yield the units of each bucket, once Muon has updated this rank's matrices in it."""
         yield from (part for part in self._parts.values() if not part.muon_chunks)
         for muon in self.muons:
-            for number in muon.update(update, self.num_steps):
+            for number in muon.update(update):
                 yield from (self._parts[unit] for unit in self.model.units[number].bucket)
 
     # Saving and loading #
@@ -361,7 +356,6 @@ class ParoOptimizer:
         self.num_steps = num_steps
         self.num_averaged = 0 if self.config.ema_decay is None else num_averaged
         for unit, part in self._parts.items():
-            part.set_num_steps(num_steps)
             if unit.quantized_update is None:  # else loaded as they were sent
                 part.write_params()
             self.model.updated(unit)

@@ -51,10 +51,10 @@ def in_parts(matrix: Tensor, config: MuonConfig, *square: Any) -> Tensor:
     return torch.cat(found)
 
 
-def update(self: muon.MuonStep, update: StepUpdate, step: int) -> Iterator[int]:
+def update(self: muon.MuonStep, update: StepUpdate) -> Iterator[int]:
     """Yield a step of Muon, with whole matrices or with parts."""
-    muon.orthogonal = _whole if step % EVERY == 0 else in_parts  # type: ignore[assignment]
-    yield from _update(self, update, step)
+    muon.orthogonal = _whole if update.step % EVERY == 0 else in_parts  # type: ignore[assignment]
+    yield from _update(self, update)
 
 
 def main() -> None:

@@ -87,7 +87,6 @@ def _copy_states(source: Training, target: Training) -> None:
     ):
         for name, values in theirs.states.items():
             ours.states[name].copy_(values)
-        ours.set_num_steps(source.optimizer.num_steps)
         ours.write_params()
 
 

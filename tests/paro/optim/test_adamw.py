@@ -91,11 +91,11 @@ def test_updates_have_the_bits_of_the_class(implementation: str, *, begins_anew:
     wanted, states = expected(param), (param, torch.zeros(37), torch.zeros(37))
     average, averaged = torch.zeros(37), torch.zeros(37)
     ours = make(implementation, *states)
-    for index, (grad, (lr, weight_decay)) in enumerate(zip(gradients(), STEPS, strict=True)):
+    for step, (grad, (lr, weight_decay)) in enumerate(zip(gradients(), STEPS, strict=True), 1):
         if begins_anew:
             ours = make(implementation, *states)
-            ours.set_num_steps(index)
-        ours.step(grad, AdamWUpdate(lr, weight_decay, average=average, average_weight=0.3))
+        by = AdamWUpdate(step, lr, weight_decay, average=average, average_weight=0.3)
+        ours.step(grad, by)
         averaged.lerp_(param, 0.3)
     assert torch.equal(param, wanted)
     assert torch.equal(average, averaged)
@@ -119,11 +119,10 @@ def test_one_pass_is_scaling_updating_averaging_and_casting(
             copy = torch.zeros(2500, dtype=torch.bfloat16) if copies else None
             average = None if copies else states[0].clone()
             ours = make(name, *states)
-            for step, grad in enumerate(gradients(2500)):
-                if step == 1:
+            for step, grad in enumerate(gradients(2500), 1):
+                if step == 2:
                     ours = make(name, *states)
-                    ours.set_num_steps(1)
-                ours.step(grad.to(kind), AdamWUpdate(0.1, 0.2, 0.3, copy, average, 0.3))
+                ours.step(grad.to(kind), AdamWUpdate(step, 0.1, 0.2, 0.3, copy, average, 0.3))
             written = (whole.float() for whole in (copy, average) if whole is not None)
             found.append((*states, *written))
     for torchs, tritons in zip(*found, strict=True):
@@ -250,13 +249,12 @@ def updated(
     param = torch.linspace(-1, 1, numel)
     states = [param, *(torch.zeros(numel, dtype=kind) for kind in kinds)]
     rounding = Rounding(seed=4, name="w", low=5, width=7, stride=stride, start=2)
-    for step in (0, 1):
+    for step in (1, 2):
         ours = choose_adamw(name, CPU, rounds=True).make(
             *states, betas=(0.8, 0.95), eps=1e-6, rounding=rounding
         )
-        ours.set_num_steps(step)
-        grad = torch.linspace(-1.0, step, numel)
-        ours.step(grad, AdamWUpdate(lr=0.1, weight_decay=0.2, factor=0.3))
+        grad = torch.linspace(-1.0, step - 1, numel)
+        ours.step(grad, AdamWUpdate(step, lr=0.1, weight_decay=0.2, factor=0.3))
     return states
 
 
