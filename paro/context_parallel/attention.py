@@ -129,7 +129,7 @@ class _Finish(torch.autograd.Function):
 
 
 class ContextAttention:
-    """The model's attention where ranks share samples; every rank calls it with its tokens.
+    """The model's attention where ranks exchange heads; every rank calls it with its tokens.
 
     in     queries [B, T, N, H], keys and values [B, T, K, H] of this rank's positions
            (`layout.ranges`); lengths of the documents of entire samples
@@ -137,7 +137,7 @@ class ContextAttention:
            sample on this rank, or along a ring of ranks
     """
 
-    def __init__(self, layout: ContextLayout, all_to_all: AllToAll | None, within: Core) -> None:
+    def __init__(self, layout: ContextLayout, all_to_all: AllToAll, within: Core) -> None:
         self._layout = layout
         self._all_to_all = all_to_all
         self._within = within
@@ -146,8 +146,6 @@ class ContextAttention:
     def __call__(
         self, qkv: QKV, documents: Documents | None, saved: SavedAttention | None
     ) -> Tensor:
-        if self._all_to_all is None:
-            return self._within(qkv, documents, saved)
         q_BTNH, k_BTKH, v_BTKH = qkv
         for exchange in self._abandoned:
             exchange.receive()
@@ -190,7 +188,7 @@ def _by_chunk(x_BTNH: Tensor, num_ranks: int, num_chunks: int) -> list[Tensor]:
 
 def make_context_attention(
     layout: ContextLayout, groups: Groups, choice: AlgorithmChoice, backend: AttentionBackend
-) -> ContextAttention:
+) -> Core:
     """Return the attention of a `layout`, with a KV exchange unless only heads are exchanged."""
     within: Core = partial(attend_saving, backend)
     exchange = layout.kv_exchange(groups.topology)
@@ -202,7 +200,7 @@ def make_context_attention(
     elif exchange.ranks > 1:
         within = blockwise_attention(RingKVExchange(exchange, groups), backend)
     span = layout.heads_span(groups.topology)
-    return ContextAttention(layout, AllToAll(groups, span) if span else None, within)
+    return ContextAttention(layout, AllToAll(groups, span), within) if span else within
 
 
 # Attention that sends nothing, or to the wrong rank, would not stop training: every rank attends to

@@ -46,6 +46,7 @@ from model.block_attention import (
     block_grads,
 )
 from model.config import AttentionBackend
+from paro.spec.context_layout import ContextLayout
 
 AttendTo = Callable[[int, Tensor], None]  # (ring rank, its keys and values): attend to them
 AddGrads = Callable[[Tensor], None]  # (fp32 sum of previous ranks): add this rank's dKV to it
@@ -211,8 +212,8 @@ def bounds_of(lengths: tuple[int, ...], seq_length: int) -> tuple[Bounds, ...]:
 
 def local_lengths(bounds: Bounds, ring_rank: int, ring_size: int) -> list[int]:
     """Return the lengths of the documents, or parts of them, in the two chunks of a ring rank."""
-    chunks = _Chunks(bounds, ring_rank, ring_size)
-    cuts = sorted({chunks.before(bound) for bound in bounds})
+    chunks = ContextLayout(size=ring_size).ranges(ring_rank, bounds[-1])
+    cuts = sorted({_count_before(bound, chunks) for bound in bounds})
     return [stop - start for start, stop in pairwise(cuts)]
 
 
@@ -223,28 +224,18 @@ def mask_block(
 
     All of these queries attend to all of these keys; slices are of the ranks' tokens.
     """
-    queries, keys = (_Chunks(bounds, at, ring_size) for at in (ring_rank, source))
-    if source < ring_rank:
-        first_query, query, key_stop, last_key = queries.first, 0, keys.size, keys.first
-    else:
-        first_query, query = queries.second, queries.size
-        key_stop, last_key = 2 * keys.size, keys.second
-    last_key += keys.size - 1
-    number = bisect_right(bounds, last_key)
+    layout = ContextLayout(size=ring_size)
+    queries, keys = (layout.ranges(at, bounds[-1]) for at in (ring_rank, source))
+    # In one document all queries attend to the first chunk of keys, or the second chunk to all.
+    chunk = int(source > ring_rank)
+    number = bisect_right(bounds, keys[chunk][-1])
     begin, end = bounds[number - 1], bounds[number]
-    if end <= first_query:
+    if end <= queries[chunk].start:
         return None
-    return slice(query, queries.before(end)), slice(keys.before(begin), key_stop)
+    query, key_stop = chunk * len(queries[0]), (chunk + 1) * len(keys[0])
+    return slice(query, _count_before(end, queries)), slice(_count_before(begin, keys), key_stop)
 
 
-class _Chunks:
-    """The two zigzag chunks of a sample on a ring rank: their size and first positions."""
-
-    def __init__(self, bounds: Sequence[int], ring_rank: int, ring_size: int) -> None:
-        self.size = bounds[-1] // (2 * ring_size)
-        self.first = ring_rank * self.size
-        self.second = (2 * ring_size - 1 - ring_rank) * self.size
-
-    def before(self, position: int) -> int:
-        """Return the number of this rank's tokens before a position of the sample."""
-        return sum(min(max(position - start, 0), self.size) for start in (self.first, self.second))
+def _count_before(position: int, chunks: tuple[range, ...]) -> int:
+    """Count the tokens of a rank's chunks before a position of the sample."""
+    return sum(min(max(position - chunk.start, 0), len(chunk)) for chunk in chunks)

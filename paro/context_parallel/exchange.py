@@ -1,6 +1,6 @@
 """Exchanges keys and values between context-parallel ranks: round rings, or by collectives."""
 
-# `ContextAttention` (attention.py) chooses a `KVExchange` for blockwise attention. The order of its
+# `make_context_attention` (attention.py) chooses a `KVExchange`. The order of its
 # actions, which the planner counts too, is in paro/spec/kv_exchange.py.
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from data.batch import BatchFetcher
 from data.blend import starts_of
 from data.config import DataConfig
 from data.loader import Datasets, MicroBatches, Samples, SplitCounts, build_datasets
+from model.attention import Core
 from model.config import LlamaConfig
 from model.fusion import usable_kernels
 from model.initialization import initial_values, parameter_initializers
@@ -24,7 +25,7 @@ from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.shifts import Ring
 from paro.config.train import TrainConfig
-from paro.context_parallel.attention import ContextAttention, check_core, make_context_attention
+from paro.context_parallel.attention import check_core, make_context_attention
 from paro.distributed.control import Control
 from paro.distributed.groups import Groups, group_among, make_groups, make_resources
 from paro.distributed.timers import Timers, synchronize
@@ -136,7 +137,7 @@ def _spread(
 
 def _context_attention(
     run: RunSpec, control: Control, groups: Groups, choice: AlgorithmChoice
-) -> ContextAttention:
+) -> Core:
     """Build attention for context parallelism and run it once as a check."""
     layout, backend = run.context, run.model.attention_backend
     attention = make_context_attention(layout, groups, choice, backend)

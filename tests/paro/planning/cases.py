@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from model.attention import Core
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 from model.llama import Llama
 from model.trainable import Trainable
 from model.units import parameter_shapes
 from paro.collectives import wire
 from paro.collectives.api import make_collectives
-from paro.context_parallel.attention import ContextAttention, make_context_attention
+from paro.context_parallel.attention import make_context_attention
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.control import PlannedControl
 from paro.distributed.groups import ByteCounter, CommResources, Groups, make_groups
@@ -268,7 +269,7 @@ class LoneRank:
         return sent
 
 
-def attention_of(layout: ContextLayout, world: World, resources: CommResources) -> ContextAttention:
+def attention_of(layout: ContextLayout, world: World, resources: CommResources) -> Core:
     """Attention of a rank that shares samples."""
     topology = layout.topology(world_size=world.size, group_size=world.group_size)
     groups = make_groups(topology, world.rank, {}, None, resources)
