@@ -44,7 +44,5 @@ class AutoCollectives(Collectives):
     choice: AlgorithmChoice
 
     def run(self, request: CollectiveRequest) -> Event:
-        name = next(iter(self.algorithms))
-        if request.span:
-            name = self.choice.of(request.op, request.span, request.num_bytes)
+        name = self.choice.of(request.op, request.span, request.num_bytes)
         return self.algorithms[name].run(request)

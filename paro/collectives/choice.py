@@ -28,8 +28,8 @@ class AlgorithmChoice:
     num_chunks: ChunkCount | None = None
 
     def of(self, op: Op, span: AxisSpan, num_bytes: int) -> str:
-        """Return the algorithm for a collective of `num_bytes` along a span that is not empty."""
-        return self.names[0] if self.best is None else self.best(op, axes_of(span), num_bytes)
+        """Return the algorithm for a collective of `num_bytes`; along no axes the first one."""
+        return self.best(op, axes_of(span), num_bytes) if self.best and span else self.names[0]
 
 
 def needed_groups(choice: AlgorithmChoice, spans: Spans) -> Spans:

@@ -64,8 +64,7 @@ class Control:
         return numbers
 
     def barrier(self) -> None:
-        if self.world.size > 1:
-            self.sum([0.0])
+        self.sum([0.0])
 
     def gather(self, value: object) -> list[Any]:
         """Return every rank's `value`, in rank order; for small objects at the start of a run."""

@@ -14,7 +14,7 @@ import re
 import socket
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -161,8 +161,10 @@ def interface_text() -> str:
         addresses = [address for name in chosen.split(",") for address in _addresses_of(name)[:1]]
         where = f"{', '.join(addresses) or 'no address'} (interface {chosen})"
     else:
-        name = socket.gethostname()
-        where = f"{_address_of_host(name)} (host name {name})"
+        name, address = socket.gethostname(), "127.0.0.1"  # gloo's choice if it does not resolve
+        with suppress(OSError):
+            address = str(socket.getaddrinfo(name, None)[0][4][0])
+        where = f"{address} (host name {name})"
     return f"gloo uses {where}: on every node set {IFNAME} to an interface that all nodes reach"
 
 
@@ -172,13 +174,6 @@ def _source_towards(host: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
-
-
-def _address_of_host(name: str) -> str:
-    try:
-        return str(socket.getaddrinfo(name, None)[0][4][0])
-    except OSError:
-        return "127.0.0.1"  # gloo's choice if the name does not resolve
 
 
 def _addresses_of(interface: str) -> list[str]:
