@@ -275,7 +275,7 @@ class RotatingPart:
         """Replace the module's weights by the views of a slice."""
         starts: dict[str, int] = self.module.starts  # type: ignore[assignment]
         for buffer in self._policy.shape.halves(at.part)[at.half]:
-            unit, slot = self._unit(buffer), self._policy.slot(buffer, at.step)
+            unit, slot = self._unit(buffer), self._policy.slices[buffer].slot(at.step)
             key = buffer, at.step, slot
             if key not in self.leaves:
                 self.leaves[key] = dict(self._leaves_of(*key))
@@ -292,7 +292,7 @@ class RotatingPart:
     def _leaves_of(
         self, buffer: int, step: int, slot: SliceSlot
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        unit, grad_slot = self._unit(buffer), self._policy.grad_slot(buffer, step)
+        unit, grad_slot = self._unit(buffer), self._policy.slices[buffer].grad_slot(step)
         views = unit.views(step, slot)
         for name, view in views.items():
             # `data` has no version check: the slot is overwritten while autograd holds the leaf.

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from paro.step.actions import Action, ActionKind, SliceAction
 from paro.step.gathering import ParamAllGatherPolicy
-from paro.step.slices import RingShape, SlicePolicy, SliceSlot
+from paro.step.slices import RingShape, SlicePolicy
 
 
 class RingStep(NamedTuple):
@@ -92,7 +92,7 @@ class RotationPolicy:
         self.shape = shape
         self.param_all_gathers = ParamAllGatherPolicy(shape.needed, updated_ahead)
         self._trainable = frozenset(shape.trainable)
-        self._slices = {
+        self.slices = {
             buffer: SlicePolicy(shape.ring, trainable=buffer in self._trainable)
             for buffer in chain.from_iterable(shape.needed)
             if buffer not in shape.replicated
@@ -128,14 +128,6 @@ class RotationPolicy:
 
     # Slices #
 
-    def slot(self, buffer: int, step: int) -> SliceSlot:
-        """Return the slot of a buffer's slice at a ring step, valid from `before_forward` on."""
-        return self._slices[buffer].slot(step)
-
-    def grad_slot(self, buffer: int, step: int) -> SliceSlot:
-        """Return the slot of the sum of gradients of a buffer's slice."""
-        return self._slices[buffer].grad_slot(step)
-
     def before_forward(self, at: RingStep, *, backward_follows: bool) -> list[Action]:
         """Begin a ring step; `backward_follows`: its activations are saved for a backward."""
         shifts_back = backward_follows and self.shape.parts[at.part].backward_needs_weight
@@ -164,7 +156,7 @@ class RotationPolicy:
         assert self._missing.isdisjoint(self._half(at)), f"{at}: {self._missing} are missing"
         actions: list[Action] = []
         for buffer in self._half(at):
-            actions += _of(buffer, self._slices[buffer].after_backward(at.step))
+            actions += _of(buffer, self.slices[buffer].after_backward(at.step))
             is_last = at.step == 0 and self.param_all_gathers.first_use[buffer] == at.part
             if self._last and is_last and buffer in self._trainable:
                 actions.append((ActionKind.GRAD_SYNC, buffer))
@@ -177,7 +169,7 @@ class RotationPolicy:
         return [
             action
             for buffer in self._half(at)
-            for action in _of(buffer, answer(self._slices[buffer]))
+            for action in _of(buffer, answer(self.slices[buffer]))
         ]
 
     def _half(self, at: RingStep) -> tuple[int, ...]:
@@ -192,7 +184,7 @@ class RotationPolicy:
         assert buffer in self._missing, f"a gradient of buffer {buffer} in the backward of {at}"
         if at is None or buffer in self.shape.replicated:
             return []
-        return _of(buffer, self._slices[buffer].first_gradient(at.step))
+        return _of(buffer, self.slices[buffer].first_gradient(at.step))
 
     def last_gradient(self, buffer: int) -> list[Action]:
         """Note that all gradients of a buffer have arrived, in a ring step if it rotates."""

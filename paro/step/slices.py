@@ -127,7 +127,7 @@ class SlicePolicy:
         return self._free(SliceSlot.SPARE, SliceSlot.SPARE_2, SliceSlot.SCRATCH)
 
     def slot(self, step: int) -> SliceSlot:
-        """Return the slot of the slice of a step."""
+        """Return the slot of the slice of a step, valid from `before_forward` on."""
         if self._state is not SliceState.HOME:
             at_home = self._in_place or (self._num_steps - 1 - step) % 2 == 0
             return SliceSlot.SHARD if at_home else SliceSlot.SPARE
