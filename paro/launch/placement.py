@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import chain
 
 from paro.config.context_parallel import faster_comm_type
 from paro.config.elastic import nearest_surviving
@@ -98,7 +97,7 @@ def _muon_lines(training: Training, num_steps: int) -> Iterator[str]:
         rounds, others = assigned.rounds, strategy.optim // assigned.degree - 1
         num_ranks, how = assigned.num_ranks, "made whole on" if assigned.is_sharded else "dealt to"
         longest, total = assigned.newton_schulz_flops(num_steps)
-        blocks = len({transfer.matrix.buffer for transfer in chain.from_iterable(rounds)})
+        blocks = len({matrix.buffer for owned in rounds for matrix in owned.values()})
         each = "group" if assigned.degree == topology.group_size else "such set"
         elsewhere = f", as many of other blocks in {count_text(others, f'other {each}')}"
         elsewhere = elsewhere if others else ""

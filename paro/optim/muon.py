@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from paro.optim import adamw
 from paro.optim.adamw import StepUpdate
 from paro.optim.rounding import Rounding, round_into
 from paro.sharding.shards import UnitShards
-from paro.spec.muon_rounds import Assignment, MuonMatrix, MuonRound, MuonRounds
+from paro.spec.muon_rounds import MuonMatrix, MuonRound, MuonRounds
 from paro.spec.optim_config import Coefficients, MuonConfig
 from paro.spec.param_groups import ParamGroups
 from paro.topology import StreamKind, WaitKind
@@ -169,7 +168,7 @@ class MuonStep(Endpoint):
         Gradients are undefined afterwards.
         """
         rounds = self.rounds.rounds
-        to_update = Counter(each.matrix.buffer for each in chain.from_iterable(rounds))
+        to_update = Counter(matrix.buffer for each in rounds for matrix in each.values())
         momentum: _AllToAll | None = None
         result: _AllToAll | None = None
         for muon_round in (*rounds, None, None):  # two more turns for the last arrivals
@@ -177,22 +176,22 @@ class MuonStep(Endpoint):
             next_result = self._send_result(momentum) if momentum else None
             if result:
                 self._apply(result, update)
-                for assignment in result.muon_round:
-                    to_update[assignment.matrix.buffer] -= 1
-                    if not to_update[assignment.matrix.buffer]:
-                        yield assignment.matrix.buffer
+                for matrix in result.muon_round.values():
+                    to_update[matrix.buffer] -= 1
+                    if not to_update[matrix.buffer]:
+                        yield matrix.buffer
             momentum, result = next_momentum, next_result
 
     def _send_momentum(self, muon_round: MuonRound, update: StepUpdate) -> _AllToAll:
         """Update the momentum of a round, and queue the all-to-all to the owners."""
         rank, is_sharded = self._group_rank, self.rounds.is_sharded
         sent: dict[int, Tensor] = {}
-        for assignment, low, high in self._local_shards(muon_round):
-            read = self._momentum(assignment.matrix, low, high, update)
-            if is_sharded or assignment.owner == rank:
-                sent[assignment.owner] = read
+        for owner, matrix, low, high in self._local_shards(muon_round):
+            read = self._momentum(matrix, low, high, update)
+            if is_sharded or owner == rank:
+                sent[owner] = read
         received: dict[int, Tensor] = {}
-        owned, whole = self._owned(muon_round), None
+        owned, whole = muon_round.get(rank), None
         if owned is not None:
             whole = self.ranges[owned.buffer].momentum.new_empty(owned.numel, dtype=self.wire)
             for holder, low, high in self.rounds.shards(owned):
@@ -216,17 +215,15 @@ class MuonStep(Endpoint):
     def _send_result(self, momentum: _AllToAll) -> _AllToAll:
         """Orthogonalize this rank's matrix of a round, and queue the all-to-all of the result."""
         self.exposed_timer.wait(WaitKind.REDUCE, momentum.event)
-        owned = self._owned(momentum.muon_round)
+        owned = momentum.muon_round.get(self._group_rank)
         sent: dict[int, Tensor] = {}
         if owned is not None and momentum.whole is not None:
             whole = momentum.whole.view(owned.rows, owned.columns)
             result = orthogonal(whole, self.config, self.kernels.square).to(self.wire).reshape(-1)
             sent = {rank: result[low:high] for rank, low, high in self.rounds.shards(owned)}
         received = {
-            assignment.owner: self.ranges[assignment.matrix.buffer].master.new_empty(
-                high - low, dtype=self.wire
-            )
-            for assignment, low, high in self._local_shards(momentum.muon_round)
+            owner: self.ranges[matrix.buffer].master.new_empty(high - low, dtype=self.wire)
+            for owner, matrix, low, high in self._local_shards(momentum.muon_round)
         }
         event = self._all_to_all(sent, received)
         return _AllToAll(momentum.muon_round, sent, received, event)
@@ -234,26 +231,21 @@ class MuonStep(Endpoint):
     def _apply(self, result: _AllToAll, update: StepUpdate) -> None:
         """Update the masters of a round's matrices, once the result has arrived."""
         self.exposed_timer.wait(WaitKind.PARAM_ALL_GATHER, result.event)
-        for assignment, low, high in self._local_shards(result.muon_round):
-            matrix = assignment.matrix
+        for owner, matrix, low, high in self._local_shards(result.muon_round):
             unit = self.ranges[matrix.buffer].unit
             master = self.ranges[matrix.buffer].master[_part(unit, matrix, low, high)]
             (at,) = unit.layout.chunk_ranges(matrix.start + low, matrix.start + high)
             settings = update.of(self.param_groups.of(at.chunk.name, at.chunk.shape))
             master.mul_(1.0 - settings.lr * settings.weight_decay)
             scale = self.config.scale(matrix.rows, matrix.columns)
-            master.add_(result.received[assignment.owner].float(), alpha=-settings.lr * scale)
+            master.add_(result.received[owner].float(), alpha=-settings.lr * scale)
 
-    def _owned(self, muon_round: MuonRound) -> MuonMatrix | None:
-        """Return the matrix of a round that this rank owns, if any."""
-        return next((each.matrix for each in muon_round if each.owner == self._group_rank), None)
-
-    def _local_shards(self, muon_round: MuonRound) -> Iterator[tuple[Assignment, int, int]]:
-        """Yield (matrix of a round, low, high): elements [low, high) are in this rank's shard."""
-        for assignment in muon_round:
-            for rank, low, high in self.rounds.shards(assignment.matrix):
+    def _local_shards(self, muon_round: MuonRound) -> Iterator[tuple[int, MuonMatrix, int, int]]:
+        """Yield (owner, matrix, low, high) of a round: elements [low, high) are in this shard."""
+        for owner, matrix in muon_round.items():
+            for rank, low, high in self.rounds.shards(matrix):
                 if rank == self._group_rank:
-                    yield assignment, low, high
+                    yield owner, matrix, low, high
 
     def _all_to_all(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Event:
         """Queue an all-to-all of shards by group rank; both ends know the size of each shard.

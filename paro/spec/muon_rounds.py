@@ -42,7 +42,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -78,15 +78,7 @@ class MuonMatrix:
         return steps * (4 * self.short_side * self.numel + 2 * self.short_side**3)
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """A matrix and the rank, in the shard group, that has the whole matrix in a round."""
-
-    matrix: MuonMatrix
-    owner: int
-
-
-MuonRound = tuple[Assignment, ...]  # at most one matrix for each owner rank
+MuonRound = Mapping[int, MuonMatrix]  # the matrices of a round, each by its owner rank
 
 
 @dataclass(frozen=True)
@@ -120,9 +112,8 @@ class MuonRounds:
     def sent_numels(self) -> Counter[tuple[int, int]]:
         """The elements that a step sends, by the ranks of sender and receiver."""
         sent: Counter[tuple[int, int]] = Counter()
-        for assignment in chain.from_iterable(self.rounds):
-            owner = assignment.owner
-            for rank, low, high in self.shards(assignment.matrix):
+        for owner, matrix in chain.from_iterable(each.items() for each in self.rounds):
+            for rank, low, high in self.shards(matrix):
                 if rank != owner:
                     sent[owner, rank] += high - low
                     if self.is_sharded:
@@ -131,7 +122,8 @@ class MuonRounds:
 
     def newton_schulz_flops(self, steps: int) -> tuple[int, int]:
         """Count FLOPs of each round's busiest rank, summed over rounds, and FLOPs of all ranks."""
-        flops = [[at.matrix.newton_schulz_flops(steps) for at in each] for each in self.rounds]
+        rounds = (each.values() for each in self.rounds)
+        flops = [[matrix.newton_schulz_flops(steps) for matrix in each] for each in rounds]
         return sum(map(max, flops)), sum(map(sum, flops))
 
     def peak_bytes(self, wire_bytes: int) -> int:
@@ -145,7 +137,7 @@ class MuonRounds:
         While a rank computes a round, the shards and the matrix of the next one arrive, and the
         update of the one before is sent.
         """
-        matrices = [[assignment.matrix for assignment in each] for each in self.rounds]
+        matrices = [[*each.values()] for each in self.rounds]
         whole = [max(matrix.numel for matrix in each) for each in matrices]
         short = [max(matrix.short_side for matrix in each) for each in matrices]
         update = [self._most_elements(each) for each in matrices]
@@ -206,8 +198,7 @@ def assign(matrices: tuple[MuonMatrix, ...], num_ranks: int, degree: int) -> Muo
     rounds += (tuple(rest[low : low + num_ranks]) for low in range(0, len(rest), num_ranks))
     # The owners of a round are spread evenly over ranks, so over nodes.
     assigned = (
-        tuple(Assignment(matrix, n * num_ranks // len(each)) for n, matrix in enumerate(each))
-        for each in rounds
+        {n * num_ranks // len(each): matrix for n, matrix in enumerate(each)} for each in rounds
     )
     return MuonRounds(num_ranks, degree, tuple(assigned))
 

@@ -277,7 +277,7 @@ def test_owner_ranks_have_nearly_equal_work(preset: str, world_size: int, letter
     specs = specs_of(of_rank, strategy, topology, precision)
     (assigned,) = muon_rounds(specs)
     assert assigned.num_ranks == (world_size if letters == "IGG" else 8)
-    owned = Counter(assignment.owner for one in assigned.rounds for assignment in one)
+    owned = Counter(owner for owned in assigned.rounds for owner in owned)
     assert max(owned.values()) <= len(assigned.rounds)
     longest, total = assigned.newton_schulz_flops(5)
     assert longest * assigned.num_ranks / total <= 1.15
