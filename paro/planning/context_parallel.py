@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, partial
 from itertools import chain, groupby
@@ -99,7 +98,7 @@ class AttentionSchedules:
 
     def __init__(self, run: RunSpec) -> None:
         self.config, self.layout, self.trained = run.config, run.context, run.trained
-        self.topology, self.sizes = run.context_topology, message_sizes(run)
+        self.topology, self.sizes = run.context_topology, AttentionMessageSizes(run)
         self._exchange = self.layout.kv_exchange(self.topology)
 
     def schedule(self, kind: AttentionPass) -> AttentionSchedule:
@@ -285,37 +284,26 @@ class AttentionSchedules:
         return total
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMessageSizes:
-    """The sizes of a rank's messages in one attention pass of a block."""
+    """The sizes of a rank's messages in one attention pass of a block, for a micro-batch."""
 
-    qkv: int  # bytes of queries, keys and values to each rank of an all-to-all
-    output: int  # bytes of attention's output to each rank of an all-to-all
-    num_chunks: int  # number of chunks of heads in which the all-to-alls are cut
-    kv_in_chunks: bool  # whether each chunk has its keys and values; else the first has all
-    kv_heads: int  # number of heads of keys and values of a chunk on each rank
-    item_bytes: int  # bytes of an element of queries, keys and values
-    kv: int  # bytes of a ring rank's keys and values, sent to the next rank
-    kv_grads: int  # bytes of the gradients of a ring rank's keys and values
-
-
-def message_sizes(run: RunSpec) -> AttentionMessageSizes:
-    """Compute the sizes of messages of a run's micro-batch by its context-parallel layout."""
-    layout, config, size = run.context, run.model, run.compute_bytes
-    heads = config.num_attention_heads
-    num_chunks, kv_chunks, repeats = head_exchange(heads, config.num_query_groups, layout)
-    kv_heads = config.num_query_groups * repeats
-    numel = run.num_tokens * config.kv_channels  # elements of a head
-    return AttentionMessageSizes(
-        qkv=(heads + 2 * kv_heads) // layout.heads * numel * size,
-        output=heads // layout.heads * numel * size,
-        num_chunks=num_chunks,
-        kv_in_chunks=kv_chunks == num_chunks,
-        kv_heads=max(1, kv_heads // (layout.heads * num_chunks)),
-        item_bytes=size,
-        kv=2 * kv_heads * numel * size,
-        kv_grads=2 * kv_heads * numel * 4,
-    )
+    def __init__(self, run: RunSpec) -> None:
+        layout, config, size = run.context, run.model, run.compute_bytes
+        heads = config.num_attention_heads
+        num_chunks, kv_chunks, repeats = head_exchange(heads, config.num_query_groups, layout)
+        kv_heads = config.num_query_groups * repeats
+        numel = run.num_tokens * config.kv_channels  # elements of a head
+        # Bytes to each rank of an all-to-all: queries, keys and values; attention's output.
+        self.qkv = (heads + 2 * kv_heads) // layout.heads * numel * size
+        self.output = heads // layout.heads * numel * size
+        self.num_chunks = num_chunks  # chunks of heads in which the all-to-alls are cut
+        # Whether each chunk has its keys and values; else the first has all.
+        self.kv_in_chunks = kv_chunks == num_chunks
+        # Number of heads of keys and values of a chunk on each rank.
+        self.kv_heads = max(1, kv_heads // (layout.heads * num_chunks))
+        self.item_bytes = size  # bytes of an element of queries, keys and values
+        self.kv = 2 * kv_heads * numel * size  # bytes that a ring rank sends to the next rank
+        self.kv_grads = 2 * kv_heads * numel * 4  # bytes of the gradients of keys and values
 
 
 def kv_exchange_bytes(run: RunSpec) -> int:
@@ -324,7 +312,7 @@ def kv_exchange_bytes(run: RunSpec) -> int:
     Counted are the output's gradient, the queries' gradients (fp32 sum, and of one part), the
     gradients of a part's keys and values, sent keys and values, and fp32 sums of their gradients.
     """
-    size, sizes = run.compute_bytes, message_sizes(run)
+    size, sizes = run.compute_bytes, AttentionMessageSizes(run)
     queries = run.num_tokens * run.model.num_attention_heads * run.model.kv_channels
     kv = sizes.kv // size  # elements of a ring rank's keys and values
     part = queries * (2 * size + 4) + kv * size
