@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
-from typing import NamedTuple
 
 from paro.collectives.choice import AlgorithmChoice, has_both_links
 from paro.collectives.pipeline import chunk_ranges, scratch_shards
@@ -25,7 +24,7 @@ from paro.collectives.schedule import Op
 from paro.layout import Unit
 from paro.machine.caching import cached_by
 from paro.machine.collective_time import algorithms_of, choice_of, chunk_count_by
-from paro.machine.machine import Device, Machine
+from paro.machine.machine import Machine
 from paro.planning.activations import Activations, PartActivations
 from paro.planning.context_parallel import AttentionSchedules
 from paro.planning.sending import Sender, traffic_of
@@ -97,7 +96,7 @@ class RunMemory:
 
     def of(self, run: RunSpec) -> DeviceMemory:
         """Predict the memory at the largest snapshot of a step or of an evaluation."""
-        machine, snapshot = self._machine, self._snapshot(run)
+        snapshot = self._snapshot(run)
         size, copies = run.eval_micro_batch_size or run.micro_batch_size, 0
         if run.eval_ema:
             copies = sum(spec.sent_param_bytes for spec in self.specs(run))
@@ -109,8 +108,7 @@ class RunMemory:
                 name=name, states=snapshot.states, transient=forward.transient + copies
             )
             snapshot = max(snapshot, evaluation, key=lambda each: each.total)
-        device = None if machine is None else machine.device
-        return device_memory(snapshot, self.communication(run), device, run.device_type)
+        return replace(self.without_allocations(run), allocations=snapshot)
 
     def _snapshot(self, run: RunSpec) -> MemorySnapshot:
         specs = self.specs(run)
@@ -135,18 +133,31 @@ class RunMemory:
         return StepTally(run=run, step=step, specs=self.specs(run), activations=activations)
 
     @cached_by(lambda run: (run.states_kind, run.context, run.collective))
-    def communication(self, run: RunSpec) -> Communication:
-        """Count the process groups and communication buffers of a run."""
+    def without_allocations(self, run: RunSpec) -> DeviceMemory:
+        """Predict the rest of a rank's memory, by the figures of a machine file, or defaults."""
         by_nccl = run.device_type == "cuda"
+        device = None if self._machine is None else self._machine.device
+        context, communicator, fragmentation = 0, 0, 0.0
+        if by_nccl:
+            context, communicator, fragmentation = CONTEXT_BYTES, COMMUNICATOR_BYTES, FRAGMENTATION
+        if device is not None:
+            context = device.reserved_bytes
+            if by_nccl and device.communicator_bytes is not None:
+                communicator = device.communicator_bytes
+            if by_nccl and device.fragmentation is not None:
+                fragmentation = device.fragmentation
         names: tuple[str, ...] = (run.collective,)
         if run.collective == "auto":
             names = algorithms_of(self._machine, by_nccl=by_nccl)
         choice = AlgorithmChoice(names=names, num_chunks=self._num_chunks if by_nccl else None)
         specs = self.specs(run)
-        return Communication(
-            num_groups=groups_of(run, specs, choice).number,
-            buffer_bytes=_buffer_bytes(run, specs, choice),
-            code_bytes=_code_bytes(specs) if run.precision.quantizes else 0,
+        return DeviceMemory(
+            allocations=MemorySnapshot("no point"),
+            buffers=_buffer_bytes(run, specs, choice),
+            quantized=_code_bytes(specs) if run.precision.quantizes else 0,
+            fragmentation_share=fragmentation,
+            communicators=groups_of(run, specs, choice).number * communicator,
+            context=context,
         )
 
 
@@ -156,8 +167,8 @@ class DeviceMemory:
 
     allocations: MemorySnapshot
     buffers: int = 0  # bytes of collectives' own buffers
-    quantized: int = 0  # bytes of quantized values and of error feedback
-    fragmentation: int = 0  # bytes that torch's allocator holds in addition to tensors
+    quantized: int = 0  # bytes of quantized updates and gradients, and of error feedback
+    fragmentation_share: float = 0.0  # share of tensors' bytes that torch's allocator adds
     communicators: int = 0  # bytes of NCCL's communicators
     context: int = 0  # bytes of the CUDA context, or of a CPU process without a model
 
@@ -170,6 +181,11 @@ class DeviceMemory:
     def allocated(self) -> int:
         """The bytes of the rank's tensors at the peak."""
         return self.allocations.total + self.buffers + self.quantized
+
+    @property
+    def fragmentation(self) -> int:
+        """The bytes that torch's allocator holds in addition to tensors."""
+        return round(self.fragmentation_share * self.allocated)
 
     @property
     def reserved(self) -> int:
@@ -196,42 +212,6 @@ class DeviceMemory:
         unit, scale = ("GB", 1e9) if self.total >= 1e9 else ("MB", 1e6)
         sizes = [f"{name} {size / scale:.1f}" for name, size in self.parts().items() if size]
         return f"{self.total / scale:.1f} {unit} at {self.name}: {', '.join(sizes)}"
-
-
-class Communication(NamedTuple):
-    """The number of process groups of a run, and the bytes of a rank's communication buffers."""
-
-    num_groups: int = 0
-    buffer_bytes: int = 0  # bytes of collectives' own buffers
-    code_bytes: int = 0  # bytes of quantized updates and gradients, and of error feedback
-
-
-def device_memory(
-    allocations: MemorySnapshot,
-    communication: Communication,
-    device: Device | None,
-    device_type: str,
-) -> DeviceMemory:
-    """Predict a rank's memory by the figures of a machine file, or defaults."""
-    on_gpu = device_type == "cuda"
-    context, communicator, fragmentation = 0, 0, 0.0
-    if on_gpu:
-        context, communicator, fragmentation = CONTEXT_BYTES, COMMUNICATOR_BYTES, FRAGMENTATION
-    if device is not None:
-        context = device.reserved_bytes
-        if on_gpu and device.communicator_bytes is not None:
-            communicator = device.communicator_bytes
-        if on_gpu and device.fragmentation is not None:
-            fragmentation = device.fragmentation
-    allocated = allocations.total + communication.buffer_bytes + communication.code_bytes
-    return DeviceMemory(
-        allocations=allocations,
-        buffers=communication.buffer_bytes,
-        quantized=communication.code_bytes,
-        fragmentation=round(fragmentation * allocated),
-        communicators=communication.num_groups * communicator,
-        context=context,
-    )
 
 
 def _buffer_bytes(run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> int:

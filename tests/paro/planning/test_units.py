@@ -23,10 +23,8 @@ from paro.planning.run_memory import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     FRAGMENTATION,
-    Communication,
     DeviceMemory,
     RunMemory,
-    device_memory,
 )
 from paro.planning.sending import traffic_of
 from paro.planning.simulation import QueuedJobs
@@ -170,6 +168,7 @@ def test_the_master_is_stored_unless_it_is_the_parameter_shard() -> None:
 ALL_BF16 = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
 TINY = replace(WIDER, num_layers=3, vocab_size=192)
 SNAPSHOT = MemorySnapshot(name="the update", states=8_000_000_000, transient=2_000_000_000)
+TYPED = replace(DEVICE, reserved_bytes=5, communicator_bytes=7, fragmentation=0.5)
 
 
 @pytest.mark.slow("trains a step")
@@ -297,7 +296,7 @@ def held_by_pipelines(
         for buffers in collectives._memory.values()
         for slot in buffers.scratch._slots.values()
     )
-    assert held == memory.communication(run).buffer_bytes
+    assert held == memory.without_allocations(run).buffers
     return held
 
 
@@ -326,7 +325,7 @@ def test_flat_buffers_are_predicted(monkeypatch: pytest.MonkeyPatch, text: str, 
     silence(monkeypatch)
     for _ in range(2):
         rank.step(2)
-    predicted = RunMemory(None).communication(run).buffer_bytes
+    predicted = RunMemory(None).without_allocations(run).buffers
     assert sum(permuted.values()) == predicted
     assert (predicted > 0) is (text != "NNN")  # an all-reduce permutes nothing
 
@@ -347,30 +346,30 @@ def test_parts_that_native_gathers_for_several_units_are_predicted(
     rank = rank_of(run)
     silence(monkeypatch)
     rank.step(2)
-    assert max(gathered) == RunMemory(None).communication(run).buffer_bytes
+    assert max(gathered) == RunMemory(None).without_allocations(run).buffers
     # Where parameters are at I only groups gather, whole units; gradients at G have no buckets.
     assert (max(gathered) > 0) is (text not in ("ING", "IIG", "NGG"))
 
 
 def test_figures_are_the_machine_file_s_or_published_ones() -> None:
-    communication = Communication(num_groups=3, buffer_bytes=10**9)
-    typed = replace(DEVICE, reserved_bytes=5, communicator_bytes=7, fragmentation=0.5)
-    for device, context, communicator, fragmentation in (
+    run, num_groups = run_of(TINY, "IIG", ALL_BF16), 4
+    for given, context, communicator, fragmentation in (
         (None, CONTEXT_BYTES, COMMUNICATOR_BYTES, FRAGMENTATION),
-        (typed, 5, 7, 0.5),
+        (machine(device=TYPED), 5, 7, 0.5),
     ):
-        memory = device_memory(SNAPSHOT, communication, device, "cuda")
+        memory = RunMemory(given).without_allocations(run)
+        memory = replace(memory, allocations=SNAPSHOT, buffers=10**9)
         assert memory.allocated == 11 * 10**9
         assert memory.reserved == pytest.approx((1 + fragmentation) * 11e9)
-        assert memory.total == memory.reserved + 3 * communicator + context
+        assert memory.total == memory.reserved + num_groups * communicator + context
         assert sum(memory.parts().values()) == memory.total
 
 
 def test_cpu_ranks_have_only_what_their_process_takes() -> None:
-    groups, allocated = Communication(num_groups=3), DeviceMemory(allocations=SNAPSHOT)
-    assert device_memory(SNAPSHOT, groups, None, "cpu") == allocated
-    typed = replace(DEVICE, reserved_bytes=5, communicator_bytes=7, fragmentation=0.5)
-    assert device_memory(SNAPSHOT, groups, typed, "cpu") == replace(allocated, context=5)
+    run = run_of(TINY, "IIG", ALL_BF16, device_type="cpu")
+    for typed, context in ((None, 0), (machine(device=TYPED), 5)):
+        memory = RunMemory(typed).of(run)
+        assert memory == DeviceMemory(allocations=memory.allocations, context=context)
     given = plan_request(device_type="cpu", collective="ho-ring")
     memory = Estimator(given).memory(given.candidate(given.strategy("GGG")))
     assert memory == DeviceMemory(allocations=memory.allocations)

@@ -14,7 +14,7 @@ from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.control import PlannedControl
 from paro.distributed.groups import CommResources, bounded_ctas
 from paro.distributed.world import World
-from paro.planning.run_memory import RunMemory
+from paro.planning.run_memory import COMMUNICATOR_BYTES, RunMemory
 from paro.spec.units import registered_param_buffers, units_of_run
 from paro.training import assembly
 from paro.training.step import Training
@@ -80,7 +80,8 @@ def test_all_communicators_of_a_rank_fit_on_its_gpu(
         run = built(monkeypatch, flags)
         own = [call["pg_options"].config for call in run.nccl.calls if RANK in call["ranks"]]
         spec = run.config.spec
-        assert RunMemory(None).communication(spec).num_groups == len(own), flags
+        communicators = RunMemory(None).without_allocations(spec).communicators
+        assert communicators == COMMUNICATOR_BYTES * len(own), flags
         assert {config.max_ctas for config in own} == {bounded_ctas(132, len(own))}, flags
         for multiprocessors in (132, 108, 58):
             blocks = bounded_ctas(multiprocessors, len(own))
