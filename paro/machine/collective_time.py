@@ -55,11 +55,11 @@ class TimedJob(NamedTuple):
     processor time that jobs take.
     """
 
-    stream: StreamAxes
     seconds: float  # duration if the job shares links and cores with no other work
-    intra: float  # share of the duration, from 0 to 1, in which links inside groups are busy
-    inter: float  # share of the duration, from 0 to 1, in which links between groups are busy
-    cpu: float  # share of the duration, from 0 to 1, in which a rank's cores are busy
+    stream: StreamAxes = ()
+    intra: float = 0.0  # share of the duration, from 0 to 1, in which links inside groups are busy
+    inter: float = 0.0  # share of the duration, from 0 to 1, in which links between groups are busy
+    cpu: float = 0.0  # share of the duration, from 0 to 1, in which a rank's cores are busy
     slowed: float = 1.0  # factor of the duration while ranks compute
 
 
@@ -167,24 +167,19 @@ class CollectiveTimes:
         self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str, *, own_nics: bool = False
     ) -> TimedJob:
         """Return one job over all axes of a span; with `own_nics` each flow has one NIC."""
-        cost, busy = self._measured(op, span, num_bytes, algorithm), 1.0
-        if cost is None or _has_links(self.machine, span):
+        job, busy = self._measured(op, span, num_bytes, algorithm), 1.0
+        if job is None or _has_links(self.machine, span):
             latency, on_links = _ring(self.machine, op, span, num_bytes, own_nics=own_nics)
-            busy = 1.0 if cost is None else min(1.0, on_links / cost.seconds)
-            cost = cost or _Cost(latency + on_links)
-        return self._job(span, cost, busy)
+            busy = 1.0 if job is None else min(1.0, on_links / job.seconds)
+            job = job or TimedJob(latency + on_links)
+        return self._along(span, job, busy)
 
-    def _job(self, span: AxisSpan, cost: _Cost, busy: float) -> TimedJob:
+    def _along(self, span: AxisSpan, job: TimedJob, busy: float) -> TimedJob:
         """Return a job that occupies the links of a span for the share `busy` of its time."""
-        on_nics = _uses_nics(self.machine, span)
-        return TimedJob(
-            stream=tuple(axis.index for axis in span),
-            seconds=cost.seconds,
-            intra=0.0 if on_nics else busy,
-            inter=busy if on_nics else 0.0,
-            cpu=cost.cpu,
-            slowed=cost.slowed,
-        )
+        stream = tuple(axis.index for axis in span)
+        if _uses_nics(self.machine, span):
+            return job._replace(stream=stream, inter=busy)
+        return job._replace(stream=stream, intra=busy)
 
     def _rings(self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str) -> ParallelJobs:
         """Return a job per kind of link, each as long as the collective, busy for a share of it."""
@@ -195,28 +190,28 @@ class CollectiveTimes:
         within = sum(_ring(machine, op, inner, num_bytes))
         between = sum(_ring(machine, op, outer, num_bytes // _size(inner)))
         shares_links = _uses_nics(machine, inner) == _uses_nics(machine, outer)
-        cost = self._measured(op, span, num_bytes, algorithm)
-        if cost is None and algorithm == "ho-ring" and machine.is_of_gpus:
+        job = self._measured(op, span, num_bytes, algorithm)
+        if job is None and algorithm == "ho-ring" and machine.is_of_gpus:
             num_chunks = fastest_num_chunks(machine, op, span, num_bytes)
-            cost = _Cost(pipeline_seconds(machine, op, span, num_bytes, num_chunks))
-        elif cost is None and algorithm == "ho-ring" and not shares_links:
+            job = TimedJob(pipeline_seconds(machine, op, span, num_bytes, num_chunks))
+        elif job is None and algorithm == "ho-ring" and not shares_links:
             # The last chunk from another group still has to be sent on inside the group.
             num_chunks = count_chunks(num_bytes // _size(inner) // _size(outer))
             chunk_bytes = num_bytes // _size(outer) // num_chunks
-            cost = _Cost(max(within, between) + sum(_ring(machine, op, inner, chunk_bytes)))
-        elif cost is None:
-            cost = _Cost(within + between)
+            job = TimedJob(max(within, between) + sum(_ring(machine, op, inner, chunk_bytes)))
+        elif job is None:
+            job = TimedJob(within + between)
         return tuple(
-            self._job(
+            self._along(
                 part,
-                cost._replace(cpu=cost.cpu * seconds / (within + between)),
-                min(1.0, seconds / cost.seconds),
+                job._replace(cpu=job.cpu * seconds / (within + between)),
+                min(1.0, seconds / job.seconds),
             )
             for part, seconds in ((inner, within), (outer, between))
         )
 
-    def _measured(self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str) -> _Cost | None:
-        """Return the measured cost of a collective; None if the machine has no measurement.
+    def _measured(self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str) -> TimedJob | None:
+        """Return a collective as measured, whatever its links; None if none was measured.
 
         An axis that is smaller or larger than the measured one takes as long as the measured axis
         with a buffer for which each rank sends as many bytes.
@@ -241,15 +236,7 @@ class CollectiveTimes:
         cores = machine.device.cores if machine.device else None
         working = 0.0 if cores is None else cpu / cores
         time = max(time, working)  # below the measured sizes the extrapolation may be shorter
-        return _Cost(time, working / time, max(1.0, busy / time))
-
-
-class _Cost(NamedTuple):
-    """Cost of a collective: its time without other work, and the use of a rank's cores."""
-
-    seconds: float
-    cpu: float = 0.0  # share of the time, from 0 to 1, in which a rank's cores are busy
-    slowed: float = 1.0  # factor of the time while ranks compute
+        return TimedJob(time, cpu=working / time, slowed=max(1.0, busy / time))
 
 
 def _size(span: AxisSpan) -> int:

@@ -190,9 +190,8 @@ class CommCosts:
     def _beside(self, name: str, other: QueuedJobs, seconds: float, *, at: int = 0) -> QueuedJobs:
         """Make work for the stream of a job of other work; on CPU ranks it takes processor time."""
         cpu = 1.0 if self.device.cores is not None else 0.0
-        seconds += self.device.job_seconds
         stream = other.phases[at][at].stream
-        job = TimedJob(stream=stream, seconds=seconds, intra=0.0, inter=0.0, cpu=cpu)
+        job = TimedJob(seconds + self.device.job_seconds, stream, cpu=cpu)
         return QueuedJobs(name, "reduce", other.use, ((job,),))
 
 

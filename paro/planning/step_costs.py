@@ -174,9 +174,8 @@ class StepCosts:
                 if kind in at_once:
                     yield WaitOp((kind, number))
             elif kind is ActionKind.NORM:
-                seconds = scalar_seconds(self.machine)
-                job = TimedJob(stream=(), seconds=seconds, intra=0.0, inter=0.0, cpu=0.0)
-                norm = QueuedJobs("norm", "agree", "agree", ((job,),), joins=True)
+                jobs = (TimedJob(scalar_seconds(self.machine)),)
+                norm = QueuedJobs("norm", "agree", "agree", (jobs,), joins=True)
                 yield QueueOp(kind, (norm,))
                 yield WaitOp(kind)
             if kind in _COMPUTES:
