@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 import shlex
 import tomllib
 from argparse import Action, ArgumentError, ArgumentParser, BooleanOptionalAction
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +24,25 @@ TAKE_URLS = {
     *("tokenizer_model", "vocab_file", "merge_file", "load", "base", "save"),
 }
 _MAX_PATH_BYTES, _MAX_NAME_BYTES = 4095, 255  # limits of Linux
+_MOST = 2**63 - 1  # largest whole number, as torch and numpy need
 
 
 class FlagParser(ArgumentParser):
     """An argument parser that refuses paths that are empty or too long for Linux, and `--flag=--`.
 
-    An empty path is usually an unset shell variable.
+    An empty path is usually an unset shell variable. Also refused: numbers that are not finite, and
+    whole numbers that do not fit 64 bits.
     """
 
     def _get_values(self, action: Action, arg_strings: list[str]) -> Any:
         if action.option_strings and arg_strings == ["--"]:
             raise ArgumentError(action, "expected a value, and -- is none")  # argparse removes it
         if action.metavar in PATHS or action.type in (Path, path_of):
+            is_text = action.type is None
+            takes_urls = action.type is path_of or (is_text and action.dest in TAKE_URLS)
             for path in arg_strings:
                 if not path:
                     raise ArgumentError(action, "the path is empty")
-                takes_urls = action.dest in TAKE_URLS and action.type is None
-                takes_urls = takes_urls or action.type is path_of
                 if "://" in path and not (takes_urls and is_url(path)):
                     raise ArgumentError(action, _refused_url(path, takes_urls))
                 encoded = os.fsencode(path)
@@ -50,11 +53,16 @@ class FlagParser(ArgumentParser):
 
     def _get_value(self, action: Action, arg_string: str) -> Any:
         try:
-            return super()._get_value(action, arg_string)
+            value = super()._get_value(action, arg_string)
         except ArgumentError as error:
             if isinstance(error.__context__, UserError):  # argparse leaves its text out
                 raise ArgumentError(action, str(error.__context__)) from error
             raise
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ArgumentError(action, f"{arg_string.strip()} is not a finite number")
+        if isinstance(value, int) and abs(value) > _MOST:
+            raise ArgumentError(action, f"{arg_string[:40]} must be at most {_MOST}")
+        return value
 
 
 def _refused_url(path: str, takes_urls: bool) -> str:
@@ -96,16 +104,14 @@ def starts_flag(word: str) -> bool:
     return _FLAG.match(word) is not None
 
 
-def by_flag(words: Sequence[str]) -> Iterator[list[str]]:
-    """Yield each flag with the words after it; words before the first flag form their own group."""
-    group: list[str] = []
+def by_flag(words: Sequence[str]) -> list[list[str]]:
+    """List each flag with the words after it; words before the first flag form their own group."""
+    groups: list[list[str]] = []
     for word in words:
-        if group and starts_flag(word):
-            yield group
-            group = []
-        group.append(word)
-    if group:
-        yield group
+        if not groups or starts_flag(word):
+            groups.append([])
+        groups[-1].append(word)
+    return groups
 
 
 def wrapped(groups: Iterable[Sequence[str]]) -> list[str]:

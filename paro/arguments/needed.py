@@ -152,7 +152,7 @@ def corrected(
         name, equals, value = flag.partition("=")
         values = [value, *values] if equals else values
         if name in instead:
-            added.append(list(by_flag(instead[name])))
+            added.append(by_flag(instead[name]))
             continue
         names = [name] if name in actions else known_as(name, values, parser, fields)
         if not names or name == YAML_FLAG:  # its flags are in words

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import textwrap
 from argparse import ArgumentParser, Namespace
@@ -53,8 +52,6 @@ A mistake ends the run with status 2 and a line that says what to do; of flags t
 refused, unknown or missing all are said at once. Flags in groups:"""
 
 
-MOST = 2**63 - 1  # largest value of a whole-number flag
-
 Config = TypeVar("Config")
 # A function that returns a line for each wrong value, and the arguments that would correct them.
 WrongValues = Callable[[Namespace], tuple[Sequence[str], Mapping[str, object]]]
@@ -88,7 +85,6 @@ def build_parser() -> ArgumentParser:
         allow_abbrev=False,
         exit_on_error=False,
     )
-    parser.register("type", float, _finite)  # for every flag of this type, also from a YAML file
     parser.add_argument(
         "--yaml-cfg",
         metavar="FILE",
@@ -98,29 +94,7 @@ def build_parser() -> ArgumentParser:
     launch = (_add_distributed_args, add_context_args, _add_dry_run_args)
     for add in (*sharding, *MODEL_GROUPS, *launch, *JOB_GROUPS, add_compatibility_args):
         add(parser)
-    for action in parser._actions:
-        if action.type is int:
-            action.type = _whole_number
     return parser
-
-
-def _finite(text: str) -> float:
-    """Convert text to a finite float; an error, also a `ValueError` of `float`, otherwise."""
-    number = float(text)
-    if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"{text.strip()} is not a finite number")
-    return number
-
-
-def _whole_number(text: str) -> int:
-    """Convert text to an integer that fits 64 bits, as torch and numpy need."""
-    number = int(text)
-    if abs(number) > MOST:
-        raise argparse.ArgumentTypeError(f"{text[:40]} must be at most {MOST}")
-    return number
-
-
-_whole_number.__name__ = "int"  # argparse prints this name in its error line
 
 
 def parse_args(

@@ -47,7 +47,7 @@ MISTAKES: dict[tuple[ModuleType, str], dict[str, str]] = {
         "--paro-machine nowhere.json": "--paro-machine nowhere.json: no such file",
         "--trainable some": "--trainable 'some' is none of all, last-blocks:SHARE, names:",
         "--device-memory-gb 0": "--device-memory-gb 0.0 must be a positive number",
-        "--mtbf-hours inf": "--mtbf-hours inf must be",
+        "--mtbf-hours inf": "--mtbf-hours: inf is not a finite number",
         "--mtbf-hours 9 --restart-seconds -1": "--restart-seconds -1.0 must be",
         "--mtbf-hours 9 --storage-gb-per-second 0.0": "second 0.0 must",
         "--json nowhere/plan.json": "--json nowhere/plan.json cannot be written",
