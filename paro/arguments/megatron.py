@@ -138,10 +138,10 @@ def refused(args: Namespace) -> dict[str, list[str]]:
     """
     by_remedy: dict[str, list[str]] = {}
     degree = math.prod(max(1, getattr(args, name, 1)) for name in _CUTS)
-    for rule, flag, values in _given(args):
-        if not _is_accepted(rule, args, values):
-            instead = rule.instead.format(value=" ".join(map(str, values)), degree=degree)
-            by_remedy.setdefault(instead, []).append(_spelled(flag, values))
+    for rule, treatment, flag, value in _given(args):
+        if treatment is FlagTreatment.REFUSED:
+            instead = rule.instead.format(value=value, degree=degree)
+            by_remedy.setdefault(instead, []).append(f"{flag} {value}".rstrip())
     return by_remedy
 
 
@@ -156,9 +156,9 @@ def refusals(args: Namespace) -> list[str]:
 def ignored_lines(args: Namespace) -> tuple[str, ...]:
     """Return one line per given flag that has no effect."""
     return tuple(
-        f"{_spelled(flag, values)} has no effect: {rule.why}"
-        for rule, flag, values in _given(args)
-        if rule.outcome is FlagTreatment.IGNORED
+        f"{flag} {value}".rstrip() + f" has no effect: {rule.why}"
+        for rule, treatment, flag, value in _given(args)
+        if treatment is FlagTreatment.IGNORED
     )
 
 
@@ -168,9 +168,8 @@ def replacements(args: Namespace) -> dict[str, list[str]]:
     The words are empty for a flag that is to be left out.
     """
     remedies = {}
-    for rule, flag, values in _given(args):
-        if rule.outcome is FlagTreatment.IGNORED or not _is_accepted(rule, args, values):
-            value = " ".join(map(str, values))
+    for _, treatment, flag, value in _given(args):
+        if treatment is not FlagTreatment.ACCEPTED:
             text = BECOMES.get(f"{flag}={value}", BECOMES.get(flag, ""))
             remedies[flag] = [word.format(value=value) for word in text.split()]
     return remedies
@@ -182,11 +181,10 @@ def changed_parts(args: Namespace) -> tuple[str, ...]:
     Only a script with flags that Megatron-LM alone has gets the line.
     """
     ruled = list(_given(args))
-    chosen = {flag for rule, flag, values in ruled if _is_accepted(rule, args, values)}
-    if args.tie_embeddings_and_output_weights is not None:
-        chosen.add("--tie-embeddings-and-output-weights")
-    if args.position_embedding_type is not None:
-        chosen.add("--position-embedding-type")
+    chosen = {flag for _, treatment, flag, _ in ruled if treatment is not FlagTreatment.REFUSED}
+    for name in ("tie_embeddings_and_output_weights", "position_embedding_type"):
+        if getattr(args, name) is not None:
+            chosen.add(flag_of(name))
     parts = _PARTS if ruled or args.vocab_file else [part for part in _PARTS if "tie" in part[1]]
     changed = [part for part, flags in parts if not chosen.intersection(flags.split())]
     if not changed or args.llama_preset is not None or args.use_checkpoint_args:
@@ -194,23 +192,19 @@ def changed_parts(args: Namespace) -> tuple[str, ...]:
     return (f"Megatron-LM makes another model of these flags: this LLaMA has {listed(changed)}",)
 
 
-def _given(args: Namespace) -> Iterator[tuple[FlagRule, str, list[object]]]:
-    """Yield (flag, rule, values) for each given flag that has a rule."""
+def _given(args: Namespace) -> Iterator[tuple[FlagRule, FlagTreatment, str, str]]:
+    """Yield (rule, treatment of this use, flag, values) for each given flag that has a rule."""
     for name, value in vars(args).items():
         flag = flag_of(name)
-        rule = rule_of(flag)
-        if rule is not None:
-            yield rule, flag, [] if value is True else value if isinstance(value, list) else [value]
+        if (rule := rule_of(flag)) is not None:
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            treatment = rule.outcome if _fits(rule, args, values) else FlagTreatment.REFUSED
+            yield rule, treatment, flag, " ".join(map(str, values))
 
 
-def _is_accepted(rule: FlagRule, args: Namespace, values: Sequence[object]) -> bool:
-    if rule.values:
-        return values[0] in rule.values
+def _fits(rule: FlagRule, args: Namespace, values: Sequence[object]) -> bool:
+    """Return whether a flag is used as its rule accepts it; a rule without conditions always is."""
     if rule.where:
         name, value = rule.where
         return bool(getattr(args, name, value) == value)
-    return rule.outcome is not FlagTreatment.REFUSED
-
-
-def _spelled(flag: str, values: Sequence[object]) -> str:
-    return " ".join((flag, *map(str, values)))
+    return not rule.values or values[0] in rule.values

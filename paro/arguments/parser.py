@@ -29,6 +29,7 @@ from paro.arguments.yaml_flags import read_flags
 from paro.collectives.schedule import COLLECTIVES
 from paro.errors import UserError, flag_of
 from paro.machine.files import shipped_machines
+from paro.spec.context_layout import COMM_TYPES
 
 _ABOUT = f"""\
 Pre-trains a LLaMA whose parameters, gradients and optimizer state each lie where you say.
@@ -303,12 +304,14 @@ def _add_distributed_args(add: AddFlag) -> None:
 
 @flag_group("context parallelism", "For long sequences: several ranks share each sample.")
 def add_context_args(add: AddFlag) -> None:
+    synonyms = {"all_gather": "allgather"}  # Megatron's name
     add("--context-parallel-size", type=_ranks_or_auto, default=1, metavar="RANKS",
         help="neighbouring ranks that share each sample, every one with a part of its tokens: for "
         "long sequences; divides the ranks, and divides a group or is a multiple of one; "
         "twice as many must divide --seq-length; they stay ranks of the strategy; auto: "
         "as many as are fastest on --paro-machine, with up to so many times the micro-batch")
-    add("--cp-comm-type", nargs="+", default=["p2p"], metavar="TYPE",
+    add("--cp-comm-type", type=lambda name: synonyms.get(name, name), nargs="+", default=["p2p"],
+        choices=(*COMM_TYPES, "auto"), metavar="TYPE",
         help="what they send for attention: a2a, they exchange tokens for heads (of which the "
         "ranks must have equally many; heads of keys and values are repeated for more ranks); "
         "p2p, keys and values go round; allgather; a2a+p2p; one for all blocks; auto: "

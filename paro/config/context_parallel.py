@@ -21,20 +21,18 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from paro.distributed.world import World
-from paro.errors import UserError, check_least
+from paro.errors import UserError, check_least, contradiction
 from paro.planning.description import seconds_text
 from paro.planning.estimator import Estimator
 from paro.planning.planner import TIE, best_by_context
 from paro.planning.search_space import PlanRequest, SearchSpace
-from paro.spec.context_layout import SIZE_FLAG, SIZES_FLAG, TYPE_FLAG, ContextLayout
+from paro.spec.context_layout import COMM_TYPES, SIZE_FLAG, SIZES_FLAG, TYPE_FLAG, ContextLayout
 from paro.spec.run_spec import ContextLimits
 from paro.strategy import Strategy
 from paro.text import listed
 from paro.topology import divisors
 
 AUTO = "auto"
-TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
-_SYNONYMS = {"all_gather": "allgather"}  # Megatron's name
 _CLEAR_GAIN = 0.05  # share of a step that another type must save for the log to suggest it
 
 T = TypeVar("T")
@@ -52,17 +50,13 @@ class ContextParallelConfig:
 
     def __post_init__(self) -> None:
         size, sizes = self.context_parallel_size, self.hierarchical_context_parallel_sizes
+        sizes_text = " ".join([SIZES_FLAG, *map(str, sizes or ())])
         check_least(1, context_parallel_size=size)
-        if self.cp_comm_type not in TYPES:
-            raise UserError(
-                f"{TYPE_FLAG} {self.cp_comm_type} is unknown: choose one of "
-                f"{', '.join(TYPES)}, {AUTO}"
-            )
         if size == 1 and sizes is not None:
             product = math.prod(sizes)
             also = f"give {SIZE_FLAG} {product} too, or " * (product > 1)
             raise UserError(
-                f"{self._sizes_text} divides the ranks that share a sample, and "
+                f"{sizes_text} divides the ranks that share a sample, and "
                 f"without {SIZE_FLAG} above 1 none do: {also}leave it out"
             )
         if size > 1 and sizes is None and self.cp_comm_type == "a2a+p2p":
@@ -71,16 +65,9 @@ class ContextParallelConfig:
                 f"then those that keys and values go round, such as {SIZES_FLAG} 2 {size // 2}"
             )
         if sizes is not None and self.cp_comm_type not in ("a2a+p2p", "p2p"):
-            raise UserError(f"{self._sizes_text} is for {TYPE_FLAG} p2p and a2a+p2p: leave it out")
+            raise UserError(f"{sizes_text} is for {TYPE_FLAG} p2p and a2a+p2p: leave it out")
         if sizes is not None and (len(sizes) != 2 or min(sizes) < 1 or math.prod(sizes) != size):
-            raise UserError(
-                f"{self._sizes_text} must be two sizes whose product is {SIZE_FLAG} {size}"
-            )
-
-    @property
-    def _sizes_text(self) -> str:
-        sizes = self.hierarchical_context_parallel_sizes or ()
-        return " ".join([SIZES_FLAG, *map(str, sizes)])
+            raise UserError(f"{sizes_text} must be two sizes whose product is {SIZE_FLAG} {size}")
 
     @property
     def layout(self) -> ContextLayout:
@@ -136,17 +123,15 @@ class ContextParallelConfig:
 
 def take_context(args: Namespace) -> ContextParallelConfig:
     """Build the configuration from the flags."""
-    types = [_SYNONYMS.get(name, name) for name in args.cp_comm_type]
+    types = args.cp_comm_type
     if len(set(types)) > 1:
         raise UserError(f"{TYPE_FLAG} {' '.join(types)}: all blocks have one: give it once")
     size, sizes = args.context_parallel_size, args.hierarchical_context_parallel_sizes
     flags = {SIZE_FLAG: size, TYPE_FLAG: types[0]}
     auto = tuple(flag for flag, value in flags.items() if value == AUTO)
     if auto and sizes is not None:
-        raise UserError(
-            f"{SIZES_FLAG} {' '.join(map(str, sizes))} contradicts {AUTO}, which chooses them: "
-            "leave one out"
-        )
+        given = " ".join([SIZES_FLAG, *map(str, sizes)])
+        raise contradiction(given, f"{auto[0]} {AUTO}", "auto chooses the sizes too")
     return ContextParallelConfig(
         context_parallel_size=1 if SIZE_FLAG in auto else size,
         cp_comm_type="p2p" if TYPE_FLAG in auto else types[0],
@@ -181,7 +166,7 @@ def possible_configs(
 
     a2a+p2p is yielded with each split inside a group.
     """
-    types = TYPES if TYPE_FLAG in base.auto else (base.cp_comm_type,)
+    types = COMM_TYPES if TYPE_FLAG in base.auto else (base.cp_comm_type,)
     if not degrees and SIZE_FLAG in base.auto:
         degrees = [n for n in divisors(limits.world_size) if n <= limits.most]
     for degree in degrees or [base.context_parallel_size]:

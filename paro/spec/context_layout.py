@@ -22,6 +22,7 @@ from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Spans, StreamKind, Topol
 
 SIZE_FLAG, TYPE_FLAG = "--context-parallel-size", "--cp-comm-type"
 SIZES_FLAG = "--hierarchical-context-parallel-sizes"
+COMM_TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
 _MOST_HEAD_CHUNKS = 4
 
 

@@ -235,7 +235,7 @@ OF_SHARED_SAMPLES = [
     (f"{RINGS} --cp-comm-type auto --paro-strategy III {ROTATE}", "8 does not fit ... rotate"),
     (f"{CONTEXT} 2 {SIZES} 2 1", "a2a+p2p: leave it out"),
     ("--context-parallel-size 2 --cp-comm-type a2a p2p", "a2a p2p: all blocks have one"),
-    ("--cp-comm-type ring", "--cp-comm-type ring is unknown: choose one of p2p"),
+    ("--cp-comm-type ring", "--cp-comm-type: invalid choice: 'ring' ... 'p2p'"),
     (f"{CONTEXT} 2 {FP8} --seq-length 8", "--seq-length / --context-parallel-size, which is 8"),
     (f"{CONTEXT} 2 --global-batch-size 12", "4 data-parallel ranks (= 8): choose 8 or 16"),
     (f"{RINGS} --cp-comm-type a2a+p2p", f"--cp-comm-type a2a+p2p needs {SIZES} ... 2 4"),
@@ -250,7 +250,7 @@ OF_SHARED_SAMPLES = [
     (f"{RINGS} {SIZES} 8 1 --cp-comm-type a2a+p2p", "8 ... 4 heads"),
     ("--context-parallel-size auto --bf16", "--context-parallel-size auto: give ... or measure"),
     ("--context-parallel-size many", "invalid number of ranks or auto value: 'many'"),
-    (f"--context-parallel-size auto {SIZES} 2 2", "2 2 contradicts auto"),
+    (f"--context-parallel-size auto {SIZES} 2 2", "2 2 and ... auto contradict each other"),
     ("--cp-comm-type auto --context-parallel-size 4 --seq-length 28 --bf16", "28 is no multiple"),
 ]
 

@@ -13,7 +13,7 @@ from paro.arguments.parser import parse_args
 from paro.checkpoint.config import saved_fields
 from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
 from paro.config import run
-from paro.config.context_parallel import TYPES, ContextParallelConfig, faster_comm_type
+from paro.config.context_parallel import ContextParallelConfig, faster_comm_type
 from paro.config.record import code_version, path_flags, recorded_arguments, settings_of
 from paro.config.run import RunConfig
 from paro.distributed.control import PlannedControl
@@ -22,7 +22,7 @@ from paro.distributed.world import World
 from paro.machine.files import machine_to_json
 from paro.planning.estimator import Estimate, Estimator
 from paro.planning.remedies import larger_contexts
-from paro.spec.context_layout import ContextLayout
+from paro.spec.context_layout import COMM_TYPES, ContextLayout
 from paro.training.assembly import build_training
 from paro.training.in_memory import identifying_flags
 from tests.helpers.refusals import says
@@ -281,7 +281,7 @@ def test_another_type_is_named_where_it_is_clearly_faster(on: str) -> None:
     """Heads stay inside groups; all keys and values cross them at once in an all-gather."""
     words = f"{on}--seq-length 16384 --max-position-embeddings 16384 --context-parallel-size 8 "
     seconds = {}
-    for name in TYPES:
+    for name in COMM_TYPES:
         sizes = " --hierarchical-context-parallel-sizes 4 2" if name == "a2a+p2p" else ""
         if name != "a2a":  # 4 heads
             seconds[name + sizes] = estimated(run_of(f"{words}--cp-comm-type {name}{sizes}"))
