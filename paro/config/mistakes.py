@@ -23,11 +23,7 @@ def wrong_values(args: Namespace) -> tuple[Sequence[str], Mapping[str, object]]:
     filled, missing = with_stand_ins(args)
 
     def wrong(better: Mapping[str, object]) -> list[str]:
-        changed = with_values(filled, better)
-        try:
-            lines = value_mistakes(changed, take(LaunchConfig, changed).world())
-        except UserError as error:
-            lines = tuple(map(str, error.args))
+        lines = value_mistakes(with_values(filled, better))
         return [line for line in lines if not missing & flags_in([line])]
 
     lines = wrong({})

@@ -13,8 +13,6 @@ from paro.arguments.needed import missing_sizes
 from paro.arguments.parser import spelled
 from paro.errors import UserError, contradiction
 
-_MODULES = ("core_attn", "layernorm")  # module names that --recompute-modules accepts
-
 
 def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
     """Build the model config: each size from its flag, else the preset, else derived."""
@@ -34,19 +32,17 @@ def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
         sizes = _published_sizes(preset, values) | values
     if missing := missing_sizes(args):
         raise UserError(*missing)
-    scalings = {
-        "rope_scaling_": ("--use-rope-scaling", sizes.get("use_rope_scaling")),
-        "yarn_": (
-            "--position-embedding-type yarn", sizes.get("position_embedding_type") == "yarn"
-        ),
-        "mup_": ("--use-mup", sizes.get("use_mup")),
-    }  # fmt: skip
+    is_yarn = sizes.get("position_embedding_type") == "yarn"
     others = {name: value for name, value in values.items() if value != default[name]}
-    for prefix, (needed, is_given) in scalings.items():
+    for prefix, needed, is_given in (
+        ("rope_scaling_", "--use-rope-scaling", sizes.get("use_rope_scaling")),
+        ("yarn_", "--position-embedding-type yarn", is_yarn),
+        ("mup_", "--use-mup", sizes.get("use_mup")),
+    ):
         if not is_given:
             details = {name: others[name] for name in others if name.startswith(prefix)}
             _refuse_without(needed, details)
-    if scalings["yarn_"][1] and "yarn_rotary_scaling_factor" not in values:
+    if is_yarn and "yarn_rotary_scaling_factor" not in values:
         raise UserError("--position-embedding-type yarn needs --yarn-rotary-scaling-factor")
     hidden_size, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     is_grouped = args.group_query_attention or args.llama_preset is not None
@@ -130,20 +126,14 @@ def _take_recompute(args: Namespace) -> RecomputeConfig | None:
     values = _values(args, "recompute_method", "recompute_num_layers", "paro_recompute_keep")
     if granularity != "full":
         _refuse_without("--recompute-granularity full", values)
-    flag, modules = "--recompute-modules", args.recompute_modules
-    if modules is not None and granularity != "selective":
-        raise UserError(
-            f"{flag} needs --recompute-granularity selective: give that, or leave it out"
-        )
+    modules = args.recompute_modules
+    if granularity != "selective":
+        _refuse_without("--recompute-granularity selective", _values(args, "recompute_modules"))
     for module in modules or ():
-        if module == "mlp":
+        if module not in ("core_attn", "layernorm"):
             raise UserError(
-                f"{flag} {module} is not supported: core_attn and layernorm are recomputed by "
-                "themselves, all else only with --recompute-granularity full"
-            )
-        if module not in _MODULES:
-            raise UserError(
-                f"{flag} {module}: a LLaMA has no such module; give core_attn, layernorm or both"
+                f"--recompute-modules {module} is not supported: core_attn and layernorm are "
+                "recomputed by themselves, all else only with --recompute-granularity full"
             )
     if granularity is None or (modules is not None and "core_attn" not in modules):
         return None  # norms are always recomputed

@@ -12,7 +12,7 @@ from model.trainable import Trainable
 from model.units import parameter_shapes
 from paro.collectives.schedule import NCCL_COLLECTIVES
 from paro.config.sharding import ShardingConfig, TrainingTask
-from paro.errors import UserError
+from paro.errors import UserError, contradiction
 from paro.precision import PrecisionConfig
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.spec.states import is_for_muon
@@ -92,10 +92,8 @@ def check_collective(sharding: ShardingConfig, device_type: str) -> None:
 def check_feedback(flag: str, precision: PrecisionConfig) -> None:
     """Raise `UserError` if losing a rank would lose gradient errors that error feedback holds."""
     if precision.inter_grad_error_feedback:
-        raise UserError(
-            f"--paro-inter-grad-error-feedback and {flag} contradict each other: what a rank "
-            "remembers of its gradients nobody else holds: give one of them"
-        )
+        reason = "what a rank remembers of its gradients nobody else holds"
+        raise contradiction("--paro-inter-grad-error-feedback", flag, reason)
 
 
 # A check's parameters name fields of RunConfig.

@@ -53,7 +53,6 @@ from paro.planning.description import bits_text, describe
 from paro.planning.estimator import Estimator
 from paro.planning.planner import plan
 from paro.planning.remedies import why_nothing_fits
-from paro.planning.search_space import PlanRequest
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.schedule.batch_schedule import BatchSchedule
@@ -188,8 +187,16 @@ class OpenChoices:
             return Decision(sharding, strategy or stand_in, precision, batches, lines, flags)
         if strategy is None or sharding.inter_bits is not None:
             request = self.task._replace(precision=precision).plan_request(batches, sharding)
-            strategy, precision, notices = _chosen(request, strategy)
-            lines += notices
+            if strategy is None:
+                result = plan(request, request.as_given())
+                if result.best is None:
+                    raise UserError(f"{FLAG} auto: {why_nothing_fits(request, result)}")
+                strategy, precision = result.best.candidate.strategy, result.best.precision
+                lines += (*describe(result),)
+            else:
+                estimate, other = Estimator(request).estimate_bits(request.candidate(strategy))
+                precision = estimate.precision
+                lines += () if other is None else (f"planner: {bits_text(estimate, other)}",)
         if sharding.inter_bits is None:
             lines += inter_bits_notices(precision, world.group_size, strategy, world.size)
         return Decision(sharding, strategy, precision, batches, lines, flags)
@@ -257,23 +264,6 @@ class OpenChoices:
         request = task.plan_request(batches, replace(sharding, context=config))
         space = request.as_given(None if strategy is None else (strategy,))
         return fastest_config(flag, request, candidates, space)
-
-
-def _chosen(
-    request: PlanRequest, strategy: Strategy | None
-) -> tuple[Strategy, PrecisionConfig, tuple[str, ...]]:
-    """Choose the fastest strategy that fits and its bit widths; add log lines.
-
-    A given `strategy` is not replaced. `UserError` if no strategy fits.
-    """
-    if strategy is not None:
-        estimate, other = Estimator(request).estimate_bits(request.candidate(strategy))
-        lines = () if other is None else (f"planner: {bits_text(estimate, other)}",)
-        return strategy, estimate.precision, lines
-    result = plan(request, request.as_given())
-    if result.best is None:
-        raise UserError(f"{FLAG} auto: {why_nothing_fits(request, result)}")
-    return result.best.candidate.strategy, result.best.precision, (*describe(result),)
 
 
 _BITS = ("paro_inter_param_bits", "paro_inter_grad_bits")

@@ -201,7 +201,7 @@ def configure(args: Namespace, early: World | EarlyConfig) -> RunConfig:
     except UserError as error:
         if args.use_checkpoint_args:  # the wrong values may come from the checkpoint
             raise
-        raise UserError(*distinct([*error.args, *value_mistakes(args, world)])) from error
+        raise UserError(*distinct([*error.args, *value_mistakes(args, world=world)])) from error
     parts, wrong = _parts(args, saved | known, plans=True)
     if wrong:
         raise UserError(*wrong)
@@ -229,9 +229,9 @@ def distinct(lines: Iterable[str]) -> tuple[str, ...]:
     return tuple(first_lines.values())
 
 
-def value_mistakes(args: Namespace, world: World) -> tuple[str, ...]:
+def value_mistakes(args: Namespace, **known: object) -> tuple[str, ...]:
     """List a line for each part of the configuration that fails to build, without planning."""
-    return _parts(args, {"common": {}, "world": world})[1]
+    return _parts(args, {"common": {}, **known})[1]
 
 
 def _parts(
@@ -313,6 +313,7 @@ _MAKERS: tuple[tuple[str, Callable[..., object]], ...] = (
     ("watch", _filled(WatchConfig)),
     ("runtime", _filled(RuntimeConfig)),
     ("launch", _filled(LaunchConfig)),
+    ("world", lambda launch: launch.world()),
     ("data", _filled(DataConfig)),
     ("tokens", take_tokens),
     ("padded_vocab_size", lambda args: args.padded_vocab_size),

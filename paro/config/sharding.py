@@ -144,10 +144,8 @@ def take_sharding(args: Namespace, world: World) -> ShardingFlags:
         strategy = parse_strategy(text, world_size=world.size, group_size=group_size)
     degrees = strategy.degrees if strategy else None
     if args.use_distributed_optimizer and strategy_flag and degrees != (1, 1, world.size):
-        raise UserError(
-            f"--use-distributed-optimizer means --paro-strategy {DISTRIBUTED_OPTIMIZER_STRATEGY} "
-            f"and contradicts --paro-strategy {strategy_flag}: give one of them"
-        )
+        reason = f"the first means {DISTRIBUTED_OPTIMIZER_STRATEGY}"
+        raise contradiction("--use-distributed-optimizer", f"{FLAG} {strategy_flag}", reason)
     ahead = units_ahead(args.paro_updated_ahead, args.paro_prefetch_units, by_nccl=by_nccl)
     sharding = take(
         ShardingConfig,

@@ -52,8 +52,9 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         check_positive(lr=self.lr, decoupled_lr=self.decoupled_lr)
-        if not 0.0 <= self.min_lr <= self.lr:
-            raise UserError(f"--min-lr {self.min_lr} must be between 0 and --lr {self.lr}")
+        for flag, rate in (("--min-lr", self.min_lr), ("--lr-warmup-init", self.lr_warmup_init)):
+            if not 0.0 <= rate <= self.lr:
+                raise UserError(f"{flag} {rate} must be between 0 and --lr {self.lr}")
         if self.decoupled_min_lr is not None and self.decoupled_lr is None:
             raise UserError(f"--decoupled-min-lr {self.decoupled_min_lr} needs --decoupled-lr")
         decoupled_lr, least = self._decoupled
@@ -61,10 +62,6 @@ class ScheduleConfig:
             raise UserError(
                 f"--decoupled-min-lr {least} (by default --min-lr) must be between 0 and "
                 f"--decoupled-lr {decoupled_lr}"
-            )
-        if not 0.0 <= self.lr_warmup_init <= self.lr:
-            raise UserError(
-                f"--lr-warmup-init {self.lr_warmup_init} must be between 0 and --lr {self.lr}"
             )
         if self.lr_decay_samples <= 0:
             raise UserError(
@@ -92,12 +89,6 @@ class ScheduleConfig:
                 f"weight decay goes from {self.start_weight_decay} to {self.end_weight_decay}: "
                 "--weight-decay must be at least 0, and --start-weight-decay not above "
                 "--end-weight-decay"
-            )
-        constant = self.weight_decay_incr_style == "constant"
-        if constant and self.start_weight_decay != self.end_weight_decay:
-            raise UserError(
-                f"--start-weight-decay {self.start_weight_decay} and --end-weight-decay "
-                f"{self.end_weight_decay} differ: choose --weight-decay-incr-style linear or cosine"
             )
 
     @property

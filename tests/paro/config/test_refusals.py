@@ -70,9 +70,9 @@ MISTAKES = [
     (f"{KEEP} {FULL}", "in fp32 on a GPU: give --bf16 ... or leave --paro-recompute-keep out"),
     (f"{KEEP} {FULL} --attention-backend fused", "fused ... give auto or flash, or leave"),
     (f"{KEEP} {FULL} --bf16 --paro-strategy III {ROTATE}", f"{ROTATE} ... leave"),
-    (f"{FULL} --recompute-modules core_attn", "--recompute-modules needs ... selective"),
+    (f"{FULL} --recompute-modules core_attn", "--recompute-modules core_attn needs ... selective"),
     ("--recompute-activations --recompute-modules mlp", "mlp is not supported ... full"),
-    ("--recompute-activations --recompute-modules core_attn moe", "moe: a LLaMA has no such"),
+    ("--recompute-activations --recompute-modules core_attn moe", "moe is not supported ... full"),
     # Precision
     ("--fp16 --bf16", "--fp16 and --bf16 contradict"),
     ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16 ... --bf16"),

@@ -179,7 +179,7 @@ def test_until_the_machine_is_measured_nothing_is_refused(flags: str) -> None:
         ),
         (
             "--use-distributed-optimizer --paro-strategy auto --paro-machine dgx-h100",
-            "--use-distributed-optimizer means --paro-strategy NNG",
+            "--use-distributed-optimizer and --paro-strategy auto ... NNG",
         ),
         ("--paro-machine dgx-b200", "--paro-machine dgx-b200: no such file; machines that come"),
         ("--paro-elastic --paro-strategy 2,2,x", "degrees are three positive numbers"),

@@ -89,7 +89,6 @@ def test_contradictions_name_their_flag() -> None:
         ({"lr_decay_style": "WSD"}, "--lr-wsd-decay-iters"),
         ({"lr_decay_style": "WSD", "lr_wsd_decay_samples": 1200}, "1200 ... --lr-wsd-decay-iters"),
         ({"start_weight_decay": 0.2, "end_weight_decay": 0.1}, "--start-weight-decay"),
-        ({"start_weight_decay": 0.0, "end_weight_decay": 0.1}, "--weight-decay-incr-style"),
     ):
         refused(lambda changes=changes: make(**changes), part)
 
