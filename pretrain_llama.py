@@ -98,8 +98,7 @@ def run(
     watchdog.begins("opening the data sets and the report", state.iteration)
     with control.raise_on_all_ranks():
         datasets, resumed = setup.open_data(config, state, resumed, log)
-    for line in (*datasets.describe(), f"[after dataloaders are built] datetime: {datetime.now()}"):
-        log.log0(line)
+    log.log0(*datasets.describe(), f"[after dataloaders are built] datetime: {datetime.now()}")
     sources = build_sources(config, datasets, training, state, trained_on=resumed.trained_on)
 
     with control.raise_on_all_ranks():
@@ -109,8 +108,7 @@ def run(
         observers = (watchdog, profiler, MemoryHistory(config.profile, log, control.device))
     report = setup.start_report(config, training, state, resumed.start, locked, log, bytes_before)
     if (recovery := resumed.recovery) is not None:
-        samples = state.consumed_train_samples
-        report.dashboards.write(recovery.panel(), resumed.start, samples)
+        report.dashboards.write(recovery.panel(), resumed.start, state.consumed_train_samples)
     if snapshots is not None:
         snapshots.begin(training, resumed)
     saver = None

@@ -95,8 +95,7 @@ def run_dry(config: RunConfig) -> None:
     mistakes: list[str] = []
     for section in (_batch, _model, _units, _memory, _step, _data, _checkpoints):
         try:
-            for line in section(plan):
-                details.append(line)
+            details.extend(section(plan))  # also those before a mistake
         except UserError as mistake:
             mistakes.append(str(mistake))
     if not plan.fits:

@@ -73,21 +73,20 @@ def _copies(degree: int, world_size: int) -> str:
     return " ".join(copies if len(copies) <= 4 else [*copies[:2], "..", copies[-1]])
 
 
-def _sharing(config: RunConfig) -> list[str]:
-    """Describe the context-parallel ranks; add a line about a faster communication type, if any."""
+def _sharing(config: RunConfig) -> Iterator[str]:
+    """Yield a line about the context-parallel ranks, and one about a faster type, if any."""
     context, world = config.context, config.world
     size, group_size = context.context_parallel_size, world.group_size
     if size == 1:
-        return []
+        return
     where = "inside groups" if size <= group_size else f"across {size // group_size} groups"
-    line = (
+    yield (
         f"> context parallelism: {context.cp_comm_type} over {size} neighbouring ranks {where}, "
         f"{config.data.seq_length // size:,} tokens of a sample on each"
     )
-    faster = None
     if config.estimator is not None and config.trained:
         faster = faster_comm_type(context, config.estimator, config.strategy)
-    return [line] if faster is None else [line, f">   {faster}"]
+        yield from [] if faster is None else [f">   {faster}"]
 
 
 def _muon_lines(training: Training, num_steps: int) -> Iterator[str]:

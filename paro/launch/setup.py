@@ -52,14 +52,12 @@ def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list
     if warning is not None:
         log.log0(warning)
     agreed, lines = agree_on_kernels(config, control)
-    for line in lines:
-        log.log0(line)
+    log.log0(*lines)
     random.seed(config.train.seed)  # used by libraries; model and data have their own generators
     torch.manual_seed(config.train.seed)
     training = build_training(agreed, control, initialized=False)
     placement = placement_lines(config, training)
-    for line in (*config.notices, *model_lines(config), *placement):
-        log.log0(line)
+    log.log0(*config.notices, *model_lines(config), *placement)
     check_placement(training)
     return training, placement
 
@@ -114,8 +112,7 @@ def open_data(
         )
     order = order_record(config.data, config.train, config.batches, datasets)
     if resumed.state is not None and resumed.recovery is None and not config.train.skip_train:
-        for line in order_changes(resumed.common, order):
-            log.log0(line)
+        log.log0(*order_changes(resumed.common, order))
     return datasets, resumed._replace(order=order)
 
 

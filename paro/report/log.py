@@ -75,9 +75,9 @@ class Log:
             except OSError:
                 sys.stdout = open(os.devnull, "w", errors="backslashreplace")  # noqa: SIM115
 
-    def log0(self, message: str) -> None:
+    def log0(self, *messages: str) -> None:
         """Print on the first rank."""
-        if self.rank == 0:
+        for message in messages if self.rank == 0 else ():
             self.show(message)
 
     def log_last(self, message: str) -> None:
