@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from paro.checkpoint.agreement import ranks_by_folder, with_one_folder
+from model.hugging_face import hugging_face_name
+from paro.checkpoint.agreement import CheckpointRanks, ranks_by_folder, with_one_folder
 from paro.checkpoint.base import open_base
 from paro.checkpoint.chunks import ChunkedState, chunked_states
 from paro.checkpoint.directory import common_in
-from paro.errors import UserError, about
-from paro.files.atomic_file import check_absent
+from paro.checkpoint.manifest import sync
+from paro.errors import UserError, about, writing
+from paro.files.atomic_file import check_absent, temporary_beside
 from paro.files.object_store import path_of
 from paro.report.log import Log
 from paro.sharding.buffers import TORCH_TYPES
@@ -55,8 +58,6 @@ def prepare_export(
 
     def export() -> None:
         """Write the folder from the states of all ranks; collective."""
-        from paro.checkpoint.convert.by_ranks import write_by_ranks
-
         training.model.wait_for_updated_params()
         training.optimizer.outer.wait()
         log.log0(f"writing the model to --save-hf {target}")
@@ -89,6 +90,48 @@ def plan_export(
     source, dtype = source_of(common, named, flag, root), TORCH_TYPES.get(flags.save_hf_dtype or "")
     with about(f"{flag}: "):
         return HuggingFacePlan.of(source.with_each(lambda tensor: tensor.cast(dtype)))
+
+
+def write_by_ranks(
+    plan: HuggingFacePlan, states: Mapping[str, ChunkedState], target: Path, ranks: CheckpointRanks
+) -> list[str]:
+    """Write the folder of --save-hf, which is `target`, and return lines about it; collective.
+
+    `states` are this rank's chunks of the parameters that ranks hold. The folder is complete or
+    does not exist: an error is raised on all ranks and leaves nothing behind.
+    """
+    # Imported here, since torch.distributed.checkpoint takes half a second.
+    from paro.checkpoint.convert.tensor_files import make_files, write_parts
+
+    blame = f"--save-hf {target}"
+    held = {hugging_face_name(name.removeprefix(f"{PARAM}.")): states[name] for name in states}
+    temporary: Path = ranks.everyone.gather(temporary_beside(target))[0]
+
+    def begin() -> None:
+        with writing(blame):
+            temporary.mkdir(parents=True)
+            make_files(plan.files, temporary)
+
+    def finish() -> list[str]:
+        with writing(blame):
+            notes = plan.write_rest(temporary)
+            for path in (*temporary.iterdir(), temporary):  # all is durable before its name is
+                sync(path)
+            check_absent("--save-hf", target)
+            temporary.rename(target)
+            sync(target.absolute().parent)
+        return notes
+
+    try:
+        ranks.first_decides(begin, "")
+        with ranks.raise_on_all_ranks(blame):
+            written = write_parts(plan.files, temporary, held, ranks.everyone.world)
+        total = sum(ranks.everyone.gather(written))
+        assert total == plan.num_bytes, f"{total} of {plan.num_bytes} bytes are written"
+        return ranks.first_decides(finish, "")
+    finally:
+        if ranks.is_first_of_folder:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _held(training: Training, resumed: Resumed) -> dict[str, ChunkedState]:

@@ -22,12 +22,12 @@ from model.hugging_face import hugging_face_name
 from paro.checkpoint.agreement import one_process
 from paro.checkpoint.chunks import ChunkedState
 from paro.checkpoint.convert import hugging_face, tensor_files
-from paro.checkpoint.convert.by_ranks import write_by_ranks
 from paro.checkpoint.convert.hugging_face import HuggingFacePlan, write_hugging_face
 from paro.checkpoint.convert.source import LazyTensor, ModelSource, lazy, with_vocabulary
 from paro.checkpoint.convert.tensor_files import bytes_of, make_files, write_parts
 from paro.distributed.world import World
 from paro.errors import StorageError
+from paro.training.export import write_by_ranks
 from tests.helpers.refusals import refused
 from tests.helpers.training import llama
 from tests.paro.checkpoint.convert.folders import random_tensors
