@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.serialization import skip_data
+from torch.serialization import safe_globals, set_default_mmap_options, skip_data
 
 from paro.checkpoint.convert.hugging_face import (
     COMPANIONS,
@@ -35,7 +37,7 @@ from paro.checkpoint.convert.source import (
     picked,
     with_vocabulary,
 )
-from paro.checkpoint.convert.tensor_files import is_weight, load_torch_file, map_torch_file
+from paro.checkpoint.convert.tensor_files import is_weight, load_torch_file
 from paro.checkpoint.directory import MAX_TRACKER_BYTES, TRACKER, iteration_directory
 from paro.checkpoint.manifest import METADATA
 from paro.errors import UserError
@@ -124,7 +126,8 @@ def _write_torch(path: Path, common: Mapping[str, Any], whole: Mapping[str, Lazy
     with skip_data():
         torch.save({**common, "model": room}, path)
     del room
-    mapped = map_torch_file(path)["model"]
+    with safe_globals([Namespace]), set_default_mmap_options(mmap.MAP_SHARED):
+        mapped = torch.load(path, map_location="cpu", mmap=True, weights_only=True)["model"]
     for name, tensor in whole.items():
         for start, stop in tensor.row_ranges():
             mapped[name][start:stop] = tensor.rows(start, stop)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import pickle
 from argparse import Namespace
@@ -19,11 +18,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.serialization import (
-    get_unsafe_globals_in_checkpoint,
-    safe_globals,
-    set_default_mmap_options,
-)
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from paro.checkpoint.chunks import ChunkedState
 from paro.checkpoint.convert.source import LazyTensor, finite_cast
@@ -188,12 +183,6 @@ def load_torch_file(path: Path, content: bytes | None = None) -> Any:
         if open_files_limit(error) is not None:
             raise
         raise UserError(f"{path} is missing, truncated or damaged ({describe(error)})") from None
-
-
-def map_torch_file(path: Path) -> Any:
-    """Map the contents of this project's own file: writes to its tensors change the file."""
-    with safe_globals([Namespace]), set_default_mmap_options(mmap.MAP_SHARED):
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def is_weight(value: object) -> TypeGuard[Tensor]:
