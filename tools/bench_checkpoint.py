@@ -208,7 +208,7 @@ def steps_during_saves(args: argparse.Namespace, control: Control) -> dict[str, 
     staging: list[float] = []
     while len(with_save) < args.steps:
         training.model.wait_for_updated_params()
-        staging.append(timed(control, lambda: saver.write(state)))
+        staging.append(timed(control, lambda: saver.save(state)))
         while any(control.gather(saver.background.is_running)):
             with_save.append(step())
         saver.settle()

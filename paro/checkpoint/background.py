@@ -72,7 +72,7 @@ class Background:
 
     def start(self, job: Callable[[], None]) -> None:
         assert self._thread is None, "the job before was not waited for"
-        self._thread = threading.Thread(target=self._run, args=(job,), name="save", daemon=True)
+        self._thread = threading.Thread(target=self.run, args=(job,), name="save", daemon=True)
         self._thread.start()
 
     def wait(self) -> Exception | None:
@@ -92,7 +92,8 @@ class Background:
         """True if the last job has failed; False while it still runs."""
         return self._failure is not None
 
-    def _run(self, job: Callable[[], None]) -> None:
+    def run(self, job: Callable[[], None]) -> None:
+        """Run a job in the calling thread, and keep its exception like that of a started one."""
         try:
             with torch.no_grad():
                 job()

@@ -62,15 +62,14 @@ class Saver:
         self._root = path_of(config.checkpoint.save)
         self.background = Background()
         self._copy = HostCopy()
-        self._write_states = write_states
-        self._under_way = 0  # the iteration of the last save that began
-        # The iteration of the last save, which may be in progress; and the newest iteration whose
-        # checkpoint is complete on every node.
+        # The iteration of the last save, which may be in progress (None: it failed); and the newest
+        # iteration whose checkpoint is complete on every node.
         # A state that was loaded from --save need not be saved again.
         is_saved = config.checkpoint.continues and resumed.recovery is None
         loaded = resumed.state if is_saved else None
         self._saved = self._whole = None if loaded is None else loaded.iteration
         self._ranks = ranks_that_save(locked, self.training.control, config.runtime.timeout)
+        self._write_states = partial(write_states, self._root, ranks=self._ranks, log=log.log0)
         if len(locked.folders) > 1:
             log.log0(
                 f"--save {self._root} is another folder on {len(locked.folders)} sets of ranks: "
@@ -96,19 +95,8 @@ class Saver:
 
     def save(self, state: TrainState) -> None:
         """Save the run, in the background with --async-save, unless this iteration is saved."""
-        if self._saved != state.iteration and self.write(state):
-            self._saved = state.iteration
-
-    def finish(self, state: TrainState) -> None:
-        """Save the final state; raise if the save fails, whatever --on-save-failure says."""
-        if not self.settle():
-            self._saved = None
-        self.save(state)
-        if self._saved != state.iteration or not self.settle():
-            raise StorageError(f"the run ends unsaved at iteration {state.iteration}")
-
-    def write(self, state: TrainState) -> bool:
-        """Save the run, or start an async save; False if it failed and training continues."""
+        if self._saved == state.iteration:
+            return
         if not self.settle():
             self.log.log0(f"trying again at iteration {state.iteration}")
         config, training = self.config, self.training
@@ -126,36 +114,35 @@ class Saver:
         states = chunked_states(shards, writers=self._ranks.folder_ranks)
         if config.checkpoint.async_save:
             states = self._copy.take(states)
-        write = partial(
-            self._write_states,
-            self._root,
-            state.iteration,
-            states,
-            common_record(config, training, self.resumed, state, groups),
-            ranks=self._ranks,
-            log=self.log.log0,
-        )
-        self._under_way = state.iteration
+        common = common_record(config, training, self.resumed, state, groups)
+        write = partial(self._write_states, state.iteration, states, common)
+        self._saved = state.iteration
         # The last complete checkpoint is good if a later step succeeded from its state. While steps
         # are skipped, a checkpoint saved just before them may hold a diverged state.
         went_on = self._whole is not None and self._whole < state.iteration
         good = self._whole if went_on and not state.expected.skipped_in_a_row else None
-        job = partial(self._retire_and_write, good, write)
+        job = partial(self._write, good, state.iteration, write)
         is_async = config.checkpoint.async_save
         if not is_async:
-            try:
-                job()
-            except (UserError, StorageError) as error:  # all ranks raise the same error
-                return self._give_up(error)
+            self.background.run(job)
+            if not self.settle():
+                return
         if self._progress is not None:
             samples = state.consumed_train_samples
             self._progress.saved(state.iteration, samples, is_async=is_async)
         if is_async:
             self.background.start(job)
-        return True
+
+    def finish(self, state: TrainState) -> None:
+        """Save the final state; raise if the save fails, whatever --on-save-failure says."""
+        self.settle()
+        self.save(state)
+        self.settle()
+        if self._saved != state.iteration:
+            raise StorageError(f"the run ends unsaved at iteration {state.iteration}")
 
     def settle(self) -> bool:
-        """Wait for an async save in progress; False if it failed and training continues.
+        """Wait for an async save in progress; False if a save failed and training continues.
 
         Raises `LockLostError` on all ranks if another run has taken the folder's lock.
         """
@@ -164,7 +151,15 @@ class Saver:
             raise failure
         with self._ranks.raise_on_all_ranks(name_rank=False), suppress(OSError), store_timeout(5):
             self._ranks.check_lock()  # a missing folder is no error here: the next save reports it
-        return failure is None or self._give_up(failure)
+        if failure is None:
+            return True
+        message = f"iteration {self._saved} is not saved: {failure}"
+        is_lost = isinstance(failure, LockLostError)
+        if is_lost or self.config.checkpoint.on_save_failure == "stop":
+            raise type(failure)(message) from failure
+        self.log.log0(f"{message}; training continues (--on-save-failure continue)")
+        self._saved = None
+        return False
 
     def resume_hint(self, state: TrainState) -> str:
         """Say how to load the last good iteration that was saved; collective."""
@@ -180,7 +175,7 @@ class Saver:
             f"--load {self._root} --ckpt-step {good}"
         )
 
-    def _retire_and_write(self, good: int | None, write: Callable[[], None]) -> None:
+    def _write(self, good: int | None, iteration: int, write: Callable[[], None]) -> None:
         """Remove the checkpoint before the last `good` checkpoint, then write a new checkpoint.
 
         With --async-save it runs on the save thread.
@@ -194,14 +189,6 @@ class Saver:
                     self._ranks.check_lock()
                     retire_checkpoint(self._root, before=good, interval=interval)
             write()
-        self._whole = self._under_way
+        self._whole = iteration
         if self.config.checkpoint.async_save and self._progress is not None:
-            self._progress.finished(self._under_way)
-
-    def _give_up(self, error: UserError | StorageError) -> bool:
-        message = f"iteration {self._under_way} is not saved: {error}"
-        is_lost = isinstance(error, LockLostError)
-        if is_lost or self.config.checkpoint.on_save_failure == "stop":
-            raise type(error)(message) from error
-        self.log.log0(f"{message}; training continues (--on-save-failure continue)")
-        return False
+            self._progress.finished(iteration)

@@ -82,7 +82,7 @@ def save_run(
     folders = ranks_by_folder(Path(config.checkpoint.save), training.control, "--save")
     locked = LockedFolders(folders, None)
     saver = Saver(config, training, Log(rank=0, world_size=1), locked, resumed=resumed)
-    saver.write(state or TrainState.at_start(config.loss_scale))
+    saver.save(state or TrainState.at_start(config.loss_scale))
     saver.settle()
 
 

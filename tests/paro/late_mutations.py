@@ -277,7 +277,7 @@ CAUGHT = {
         "III",
         f"{SAVED} {OUTER} {AT_THE_SAVE}",
     ),
-    "training.saving Saver.write: training.optimizer.outer.wait()": (
+    "training.saving Saver.save: training.optimizer.outer.wait()": (
         "III",
         f"{SAVED} {OUTER} {AT_THE_SAVE}",
     ),

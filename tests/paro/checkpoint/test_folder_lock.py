@@ -279,7 +279,7 @@ def test_a_run_without_its_lease_retires_nothing(tmp_path: Path) -> None:
     )
     take(tmp_path, holder(rendezvous_id="a"))
     with pytest.raises(LockLostError, match="has taken it over"):
-        Saver._retire_and_write(saver, 20, ours.check_lock)
+        Saver._write(saver, 20, 30, ours.check_lock)
     assert iterations_in(tmp_path) == {10, 20}
 
 

@@ -132,7 +132,7 @@ def save_and_go_on(
     states = whole_states(training, replicas=True)
     locked = LockedFolders(ranks_by_folder(root, training.control, "--save"), None)
     saver = Saver(config, training, log, locked, resumed=resumed)
-    saver.write(state)
+    saver.save(state)
     num_steps, iteration = training.optimizer.num_steps, state.iteration
     losses = [train_step(training, state, source).loss for _ in range(STEPS_AFTER)]
     saver.settle()
