@@ -20,11 +20,6 @@ class ExitReasons(NamedTuple):
     # The step since groups train alone after which all groups stop, said by the first rank of each.
     stop_after: int = 0
 
-    @property
-    def any(self) -> bool:
-        """True if this rank has a reason of its own."""
-        return self.signalled or self.late or self.unsaved
-
     @classmethod
     def summed(cls, sums: Mapping[str, float]) -> ExitReasons:
         """Return the reasons that any rank has, from sums over the ranks by field."""

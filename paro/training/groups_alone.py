@@ -72,7 +72,7 @@ class GroupsAlone:
             return of_rank
         counted = store.add(f"{_COUNTERS}{outer.group}", iteration - self._counted)
         self._counted = iteration
-        wants_to_stop = of_rank.any or self._reasons.any
+        wants_to_stop = any((*of_rank, *self._reasons))
         if wants_to_stop and store.add("stop/claims", 1) == 1:
             keys = (f"{_COUNTERS}{group}" for group in range(outer.num_groups))
             counters = (store.add(key, _MARK) % _MARK for key in keys)

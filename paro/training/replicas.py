@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,26 +15,18 @@ from paro.training.step import Training
 _COLUMNS = 1024
 _PRIME = 1_099_511_628_211
 
-
 Holders = tuple[int, int, int]  # the first and the last of the ranks with a range, their number
-
-
-class _Held(NamedTuple):
-    """The hash of one range of a state on one rank, and the ranks with replicas of the range."""
-
-    name: str
-    replicas: Holders
-    hash: int
+Hashes = dict[tuple[str, Holders], int]  # of a rank's ranges of states, by name and holders
 
 
 def check_replicas(training: Training, *, iteration: int) -> None:
     """Raise `RunError` on all ranks if a replica differs from the others; collective."""
     training.model.wait_for_updated_params()
     training.optimizer.outer.wait()
-    mine = list(_held(training))
+    mine = _hashes(training)
     by_replicas: defaultdict[Holders, list[int]] = defaultdict(list)
-    for held in mine:
-        by_replicas[held.replicas].append(held.hash)
+    for (_, holders), value in mine.items():
+        by_replicas[holders].append(value)
     # Gather one digest per set of ranks first: gathering the hashes of all units takes long.
     digests = {key: sha256(repr(hashes).encode()).digest() for key, hashes in by_replicas.items()}
     everyone: list[dict[Holders, bytes]] = training.control.gather(digests)
@@ -50,12 +41,12 @@ def check_replicas(training: Training, *, iteration: int) -> None:
     )
 
 
-def first_difference(everyone: Sequence[Sequence[_Held]]) -> str:
+def first_difference(everyone: Sequence[Hashes]) -> str:
     """Name the first range that differs and the deviating ranks; all ranks without a majority."""
     ranges: defaultdict[tuple[str, Holders], dict[int, int]] = defaultdict(dict)
-    for rank, held_by_rank in enumerate(everyone):
-        for held in held_by_rank:
-            ranges[held.name, held.replicas][rank] = held.hash
+    for rank, of_rank in enumerate(everyone):
+        for held, value in of_rank.items():
+            ranges[held][rank] = value
     name, hashes = next(
         (name, hashes) for (name, _), hashes in ranges.items() if len(set(hashes.values())) > 1
     )
@@ -67,8 +58,8 @@ def first_difference(everyone: Sequence[Sequence[_Held]]) -> str:
     return f"{name} on {ranks} differs from its {most} other replicas"
 
 
-def _held(training: Training) -> Iterator[_Held]:
-    """Yield hashes of this rank's replicated ranges of parameters and optimizer states."""
+def _hashes(training: Training) -> Hashes:
+    """Compute hashes of this rank's replicated ranges of parameters and optimizer states."""
     context = training.model.context
     held: list[tuple[str, Sequence[int], Tensor]] = []  # name, ranks with replicas, values
     for unit in training.model.units:
@@ -78,9 +69,11 @@ def _held(training: Training) -> Iterator[_Held]:
     for shard in training.optimizer.flat_shards():
         name = f"{shard.state} of {shard.layout.chunks[0].chunk.name}"
         held.append((name, shard.replicas, shard.values))
-    for name, ranks, values in held:
-        if len(ranks) > 1:
-            yield _Held(name, (ranks[0], ranks[-1], len(ranks)), hash_of(values))
+    return {
+        (name, (ranks[0], ranks[-1], len(ranks))): hash_of(values)
+        for name, ranks, values in held
+        if len(ranks) > 1
+    }
 
 
 @torch.no_grad()
