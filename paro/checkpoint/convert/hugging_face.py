@@ -51,11 +51,6 @@ _AROUND = {"model", "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_
 _BUFFER = "rotary_emb.inv_freq"  # buffer that older versions stored; it follows from RoPE fields
 
 
-class _Begins(TypedDict, total=False):
-    add_bos_token: bool | None
-    bos_token: str | dict[str, Any] | None
-
-
 class _Step(TypedDict, total=False):
     """A step of a tokenizer.json's post_processor: the tokens that it puts around a text."""
 
@@ -202,47 +197,38 @@ def companions_in(directory: Path) -> dict[str, Path]:
     return {name: directory / name for name in names if (directory / name).is_file()}
 
 
-def tokenizer_of(
-    companions: Mapping[str, Path], *, begins: bool, folder: Path | None = None
-) -> dict[str, Any] | None:
-    """Return the TokenizerConfig fields for these files, or for copies in a `folder`.
+def tokenizer_of(companions: Mapping[str, Path], *, begins: bool) -> dict[str, Any] | None:
+    """Return the TokenizerConfig fields for these files; None without a tokenizer.
 
-    None without a tokenizer. `begins`: texts begin with BOS. Without a tokenizer.json, files that
-    add tokens or name another end token need transformers.
+    `begins`: texts begin with BOS. Without a tokenizer.json, files that add tokens or name another
+    end token need transformers.
     """
-    at = companions if folder is None else {name: folder / name for name in companions}
-    plain = _plain_tokenizer(at, begins)
-    if "tokenizer.json" in companions:
-        model = at["tokenizer.json"]
-    elif plain is not None and _adds_tokens(companions):
-        model = next(iter(at.values())).parent
-    else:
+    plain: dict[str, Any] | None = None
+    if "tokenizer.model" in companions:
+        kind = "Llama2Tokenizer" if begins else "SentencePieceTokenizer"
+        plain = {"tokenizer_type": kind, "tokenizer_model": str(companions["tokenizer.model"])}
+    elif VOCAB_FILE in companions and MERGE_FILE in companions:
+        files = {"vocab_file": companions[VOCAB_FILE], "merge_file": companions[MERGE_FILE]}
+        plain = {"tokenizer_type": GPT2_TYPE} | {name: str(path) for name, path in files.items()}
+    model = companions.get("tokenizer.json")
+    if model is None and plain is not None:
+        model = _adds_to(plain, companions)
+    if model is None:
         return plain
     return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(model)}
 
 
-def _plain_tokenizer(companions: Mapping[str, Path], begins: bool) -> dict[str, Any] | None:
-    """Return the tokenizer of SentencePiece's or GPT-2's files, without the files next to them."""
-    if "tokenizer.model" in companions:
-        kind = "Llama2Tokenizer" if begins else "SentencePieceTokenizer"
-        return {"tokenizer_type": kind, "tokenizer_model": str(companions["tokenizer.model"])}
-    if VOCAB_FILE in companions and MERGE_FILE in companions:
-        files = {"vocab_file": companions[VOCAB_FILE], "merge_file": companions[MERGE_FILE]}
-        return {"tokenizer_type": GPT2_TYPE} | {name: str(path) for name, path in files.items()}
-    return None
-
-
-def _adds_tokens(companions: Mapping[str, Path]) -> bool:
-    """Return whether the files next to a plain tokenizer add tokens to it, or name another end."""
+def _adds_to(plain: Mapping[str, Any], companions: Mapping[str, Path]) -> Path | None:
+    """Return the folder if files there add tokens to a plain tokenizer, or name another end."""
     adding = next((companions[name] for name in ADDING_FILES if name in companions), None)
-    plain = _plain_tokenizer(companions, False)
-    if adding is None or plain is None:
-        return False
+    if adding is None:
+        return None
     try:
         tokenizer = build_tokenizer(TokenizerConfig(**plain))
     except UserError:  # such as tiktoken's tokenizer.model, which transformers converts
-        return True
-    return adds_tokens(adding.parent, tokenizer.vocabulary, eos=tokenizer.eod, bos=tokenizer.bos)
+        return adding.parent
+    is_more = adds_tokens(adding.parent, tokenizer.vocabulary, eos=tokenizer.eod, bos=tokenizer.bos)
+    return adding.parent if is_more else None
 
 
 def begins_with_bos(companions: Mapping[str, Path]) -> bool:
@@ -256,8 +242,10 @@ def begins_with_bos(companions: Mapping[str, Path]) -> bool:
         return any("SpecialToken" in first for first in firsts)
     if "tokenizer_config.json" not in companions:
         return False
-    says: _Begins = read_json(companions["tokenizer_config.json"], _Begins)
-    return bool(says.get("add_bos_token")) and says.get("bos_token", "") is not None
+    path = companions["tokenizer_config.json"]
+    fields = read_json(path, dict[str, Any])
+    adds = conform(fields.get("add_bos_token"), bool | None, f"{path}: add_bos_token")
+    return bool(adds) and fields.get("bos_token", "") is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import TensorStorageMetadata
 
 from data.tokenizer import MERGE_FILE, VOCAB_FILE
-from data.tokenizer_config import saved_tokenizer, unpadded_vocab_size
+from data.tokenizer_config import FILE_FLAGS, NULL_TYPE, saved_tokenizer, unpadded_vocab_size
 from model.config import LlamaConfig, adapted_weight, is_adapter
 from model.units import parameter_shapes
 from paro.checkpoint.agreement import one_process
@@ -258,10 +258,13 @@ def _companions(
 
 def _tokenizer_there(source: ModelSource, folder: Path) -> dict[str, Any]:
     """Return the tokenizer for the checkpoint's common.json: the copy in `folder`, or token ids."""
-    there = tokenizer_of(source.companions, begins=source.begins_with_bos, folder=folder)
-    if there is not None:
-        return {"vocab_size": None, **there}
-    if source.tokenizer is not None and source.tokenizer["tokenizer_type"] == "NullTokenizer":
-        return dict(source.tokenizer)
-    null = {"tokenizer_type": "NullTokenizer", "tokenizer_model": None}
+    copies = {path.parent: folder for path in source.companions.values()}
+    copies |= {path: folder / name for name, path in source.companions.items()}
+    fields = dict(source.tokenizer or {})
+    places = {name: copies.get(Path(fields[name])) for name in FILE_FLAGS if fields.get(name)}
+    if places and None not in places.values():
+        return {**fields, "vocab_size": None, **{name: str(at) for name, at in places.items()}}
+    if fields.get("tokenizer_type") == NULL_TYPE:
+        return fields
+    null = {"tokenizer_type": NULL_TYPE, "tokenizer_model": None}
     return {**null, "vocab_size": source.config.vocab_size}

@@ -20,7 +20,7 @@ from paro.checkpoint.convert.hugging_face import (
     open_hugging_face,
     tokenizer_of,
 )
-from tests.data.test_tokenizer import train_sentencepiece
+from tests.data.test_tokenizer import train_sentencepiece, write_tik
 from tests.helpers.refusals import refused
 from tests.helpers.training import llama
 from tests.paro.checkpoint.convert.folders import random_tensors
@@ -197,6 +197,17 @@ def test_a_lost_tokenizer_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixt
     assert written == ["config.json", "model.safetensors"]
     fields = json.loads((tmp_path / "hf" / "config.json").read_text(encoding="utf-8"))
     assert (fields["bos_token_id"], fields["eos_token_id"]) == (None, None)
+
+
+def test_a_tokenizer_that_is_copied_keeps_its_type(tmp_path: Path) -> None:
+    model = write_tik(tmp_path / "own.model")
+    flags = f"{SIZES} --tokenizer-type TikTokenizer --tokenizer-model {model}"
+    save_untrained(tmp_path / "saved", flags)
+    out = convert("paro", "paro", tmp_path / "saved", tmp_path / "out")
+    common = json.loads((out / "iter_0000000" / "common.json").read_text(encoding="utf-8"))
+    copy = str(out / "hugging_face" / "tokenizer.model")
+    assert common["tokenizer"]["tokenizer_type"] == "TikTokenizer"
+    assert common["tokenizer"]["tokenizer_model"] == copy
 
 
 def test_the_tokenizer_of_a_folder_of_pieces_is_found_without_transformers(tmp_path: Path) -> None:
