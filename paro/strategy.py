@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import pairwise, product
 from typing import NamedTuple
 
 from paro.errors import UserError, count_text
-from paro.topology import AxisSpan, Topology, divisors
+from paro.topology import AxisSpan, divisors
 
 LETTERS = "NIG"  # replicated on every rank, sharded inside a group, sharded over all ranks
 
@@ -51,20 +50,6 @@ class ActionSpans(NamedTuple):
     grad_shards: AxisSpan  # of gradients once a step, down to optimizer shards
     replicas: AxisSpan  # of optimizer shards, whose gradients are then summed
     param_all_gather: AxisSpan  # of updated parameters
-
-
-@lru_cache(maxsize=1024)
-def action_spans(strategy: Strategy, topology: Topology, sum_degree: int) -> ActionSpans:
-    """Return the axis spans of all actions, with gradients summed over `sum_degree` ranks."""
-    params, grads, optim = strategy.degrees
-    between = topology.axes_between
-    return ActionSpans(
-        gather=between(1, params),
-        reduce=between(1, grads),
-        grad_shards=between(grads, optim),
-        replicas=between(optim, sum_degree),
-        param_all_gather=between(params, optim),
-    )
 
 
 def is_legal(letters: str) -> bool:

@@ -13,13 +13,13 @@ from typing import NamedTuple
 from model.config import LlamaConfig, RecomputeConfig, loss_chunk
 from paro.collectives.choice import AlgorithmChoice, needed_groups
 from paro.collectives.schedule import Op
-from paro.layout import Unit
+from paro.layout import Unit, buffers_of
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.spec.context_layout import ALONE, ContextLayout
 from paro.spec.muon_rounds import muon_bucket_size, muon_rounds
 from paro.spec.optim_config import MuonConfig
 from paro.spec.outer_steps import OuterConfig
-from paro.spec.sharding_spec import Collective, ShardingSpec, specs_of
+from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.step.actions import PASS_OF, ActionKind
 from paro.strategy import Strategy
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Spans, StreamKind, Topology, make_topology
@@ -189,7 +189,17 @@ class RunSpec(RunSettings):
 
     def specs(self, units: Iterable[Unit]) -> list[ShardingSpec]:
         """Compute the sharding specs of the buffers of the run's units, by buffer number."""
-        return specs_of(units, self.strategy, self.topology, self.precision, self.outer)
+        strategy, replicated = self.strategy, replace(self.strategy, params=1, grads=1)
+        return [
+            ShardingSpec(
+                buffer=buffer,
+                strategy=replicated if buffer.unit.replicated else strategy,
+                topology=self.topology,
+                precision=self.precision,
+                outer=self.outer,
+            )
+            for buffer in buffers_of(units)
+        ]
 
     @cached_property
     def context_topology(self) -> Topology:

@@ -8,13 +8,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from paro.collectives.schedule import Op
-from paro.layout import Buffer, Unit, UnitLayout, buffers_of, chunk_numel
+from paro.layout import Buffer, Unit, UnitLayout, chunk_numel
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.quantization.formats import (
     FULL_BITS,
@@ -27,7 +27,7 @@ from paro.spec.outer_steps import OuterConfig
 from paro.spec.states import MASTER, OptimState, adamw_states, averages, bytes_of, muon_states
 from paro.step.actions import PASS_OF, ActionKind
 from paro.step.slices import SliceSlot
-from paro.strategy import ActionSpans, Strategy, action_spans
+from paro.strategy import ActionSpans, Strategy
 from paro.topology import AxisSpan, Link, StreamKind, Topology, split_by_link
 
 UINT8 = "uint8"  # the type of quantized values
@@ -129,7 +129,14 @@ class ShardingSpec:
     @cached_property
     def spans(self) -> ActionSpans:
         """The axis spans of the actions on the buffer."""
-        return action_spans(self.strategy, self.topology, self.sum_degree)
+        (params, grads, optim), between = self.strategy.degrees, self.topology.axes_between
+        return ActionSpans(
+            gather=between(1, params),
+            reduce=between(1, grads),
+            grad_shards=between(grads, optim),
+            replicas=between(optim, self.sum_degree),
+            param_all_gather=between(params, optim),
+        )
 
     # States #
 
@@ -378,23 +385,3 @@ class ShardingSpec:
             return Collective(*gather, self.update_format.range_bytes * optim // params, UINT8)
         units = self.unit.bucket_size
         return Collective(*gather, self.layout.numel * units // params, self.param_dtype, units)
-
-
-def specs_of(
-    units: Iterable[Unit],
-    strategy: Strategy,
-    topology: Topology,
-    precision: PrecisionConfig,
-    outer: OuterConfig | None = None,
-) -> list[ShardingSpec]:
-    """Return the sharding specs of all buffers under the strategy of a run, by their numbers."""
-    return [
-        ShardingSpec(
-            buffer=buffer,
-            strategy=replace(strategy, params=1, grads=1) if buffer.unit.replicated else strategy,
-            topology=topology,
-            precision=precision,
-            outer=outer,
-        )
-        for buffer in buffers_of(units)
-    ]

@@ -11,15 +11,14 @@ from typing import Any
 from paro.errors import check_positive, count_text
 from paro.layout import Unit
 from paro.machine.machine import Nic
-from paro.planning.estimator import Estimate
+from paro.planning.estimator import Estimate, Estimator
 from paro.planning.planner import SearchResult, best_that_fits
 from paro.planning.search_space import PlanRequest, SearchSpace
 from paro.precision import BYTES_OF
-from paro.spec.muon_rounds import prepare_for_muon
-from paro.spec.sharding_spec import specs_of
+from paro.spec.run_spec import Materialize
 from paro.spec.states import MASTER, bytes_of
-from paro.spec.units import units_of
-from paro.topology import count_nodes, make_topology
+from paro.spec.units import units_of, units_of_run
+from paro.topology import count_nodes
 from tools.planning.goodput import Failures, from_disk, from_memory
 
 Row = dict[str, Any]  # a setting, how it recovers, and the tokens a second that remain
@@ -107,12 +106,11 @@ def _units(request: PlanRequest) -> tuple[Unit, ...]:
 
 def _trained_bytes(request: PlanRequest) -> int:
     """Count the bytes of all trained parameters: master and moments."""
-    strategy, size = request.strategy("NNN"), request.world_size
-    topology = make_topology(world_size=size, group_size=size, degrees=())
-    units = prepare_for_muon(_units(request), strategy, request.precision, size)
+    candidate = request.candidate(request.strategy("NNN"))
+    run = Estimator(request).run_spec(replace(candidate, materialize=Materialize.GATHER))
     return sum(
         numel * bytes_of([state])
-        for spec in specs_of(units, strategy, topology, request.precision)
+        for spec in run.specs(units_of_run(run))
         if spec.buffer.trains
         for whole in [spec.layout.numel]
         for state, numel in (spec.optimizer_numels(whole) | {MASTER: whole}).items()

@@ -24,15 +24,14 @@ from paro.optim.muon import (
 from paro.optim.rounding import Rounding
 from paro.planning.run_memory import RunMemory
 from paro.precision import PrecisionConfig
-from paro.spec.muon_rounds import bucket_sizes, muon_rounds, prepare_for_muon
+from paro.spec.muon_rounds import bucket_sizes, muon_rounds
 from paro.spec.optim_config import COEFFICIENT_TYPES, MuonConfig
-from paro.spec.sharding_spec import specs_of
-from paro.spec.units import units_of
+from paro.spec.units import units_of_run
 from paro.training.step import Training
 from tests.helpers.training import TINY, built
 from tests.helpers.triton_kernels import interpreter
 from tests.model.values import assert_near
-from tests.paro.planning.cases import allocated_at_most, on_ranks, run_of
+from tests.paro.planning.cases import allocated_at_most, run_of
 
 CPU = torch.device("cpu")
 FP32 = "--muon-fp32-matmul-prec highest"
@@ -270,12 +269,10 @@ def test_neighbouring_units_of_one_kind_are_a_bucket() -> None:
 @pytest.mark.parametrize(("preset", "world_size"), [("7B", 32), ("65B", 128)])
 @pytest.mark.parametrize("letters", ["IIG", "IGG", "NNN"])
 def test_owner_ranks_have_nearly_equal_work(preset: str, world_size: int, letters: str) -> None:
-    strategy, topology = on_ranks(letters, world_size=world_size, group_size=8)
-    units = units_of(LLAMA_PRESETS[preset], world_size=world_size)
     precision = PrecisionConfig(compute="bf16", optimizer="muon")
-    of_rank = prepare_for_muon(units, strategy, precision, 8)
-    specs = specs_of(of_rank, strategy, topology, precision)
-    (assigned,) = muon_rounds(specs)
+    model, sizes = LLAMA_PRESETS[preset], {"world_size": world_size, "group_size": 8}
+    run = run_of(model, letters, precision, **sizes)
+    (assigned,) = muon_rounds(run.specs(units_of_run(run)))
     assert assigned.num_ranks == (world_size if letters == "IGG" else 8)
     owned = Counter(owner for owned in assigned.rounds for owner in owned)
     assert max(owned.values()) <= len(assigned.rounds)

@@ -36,7 +36,7 @@ from paro.planning.sending import Sender, traffic_of
 from paro.precision import PrecisionConfig
 from paro.spec.context_layout import ContextLayout
 from paro.spec.run_spec import Materialize
-from paro.spec.sharding_spec import Collective, specs_of
+from paro.spec.sharding_spec import Collective
 from paro.strategy import legal_letters
 from paro.text import size_text
 from paro.topology import Axes, Sent, StreamKind, make_topology
@@ -51,7 +51,6 @@ from tests.paro.planning.cases import (
     costs,
     machine,
     moves,
-    on_ranks,
     one_unit,
     plan_request,
     run_of,
@@ -276,13 +275,12 @@ def test_where_ranks_send_different_amounts_it_says_rank_0s_and_the_mean(
 def test_axes_and_closed_form_agree(
     letters: str, world_size: int, group_size: int, frozen: int
 ) -> None:
-    strategy, topology = on_ranks(letters, world_size=world_size, group_size=group_size)
     unit = 1000 * world_size
     units = one_unit(unit, frozen=frozen * unit)
     bf16 = PrecisionConfig(compute="bf16")
     sender = Sender(group_size=group_size, rank=None)
-    specs = specs_of(units, strategy, topology, bf16)
-    sent = traffic_of(moves(3, frozen=frozen), specs, sender)
+    run = run_of(SMALL, letters, bf16, world_size=world_size, group_size=group_size)
+    sent = traffic_of(moves(3, frozen=frozen), run.specs(units), sender)
     assert sent == letter_traffic(
         letters,
         params_bytes=2 * (1 + frozen) * unit,

@@ -32,7 +32,6 @@ from paro.planning.tally import MemorySnapshot
 from paro.precision import PrecisionConfig
 from paro.spec.offload import state_bytes
 from paro.spec.run_spec import Materialize, groups_of
-from paro.spec.sharding_spec import specs_of
 from paro.spec.units import units_of_run
 from paro.step.actions import ActionKind
 from paro.strategy import legal_letters
@@ -42,7 +41,6 @@ from tests.helpers.training import llama
 from tests.paro.planning.cases import (
     DEVICE,
     machine,
-    on_ranks,
     one_unit,
     plan_request,
     rank_of,
@@ -160,8 +158,8 @@ def test_the_master_is_stored_unless_it_is_the_parameter_shard() -> None:
         ("GIG", fp32, 8), ("IIG", fp32, 12), ("IIG", rounded, 8), ("GIG", bf16, 12),
         ("GIG", replace(fp32, ema_decay=0.9), 12), ("GIG", replace(bf16, ema_decay=0.9), 16),
     ):  # fmt: skip
-        placed = on_ranks(letters, world_size=4, group_size=2)
-        states = state_bytes(specs_of(one_unit(400), *placed, precision))
+        run = run_of(SMALL, letters, precision, world_size=4, group_size=2)
+        states = state_bytes(run.specs(one_unit(400)))
         assert states.optim == of_element * 100
 
 

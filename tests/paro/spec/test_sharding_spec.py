@@ -16,7 +16,7 @@ from paro.layout import in_buckets
 from paro.planning.run_memory import RunMemory
 from paro.planning.sending import traffic_of
 from paro.precision import PrecisionConfig
-from paro.spec import muon_rounds, sharding_spec
+from paro.spec import muon_rounds, run_spec, sharding_spec
 from paro.spec.context_layout import ContextLayout, head_exchange
 from paro.spec.offload import state_bytes
 from paro.spec.run_spec import ContextLimits, Materialize, RunSettings, RunSpec
@@ -161,9 +161,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sharded_as_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms are sharded as the weights are that rotate."""
-    of = sharding_spec.buffers_of
+    of = run_spec.buffers_of
     monkeypatch.setattr(
-        sharding_spec,
+        run_spec,
         "buffers_of",
         lambda units: of([replace(unit, replicated=False) for unit in units]),
     )
