@@ -48,10 +48,8 @@ from functools import cached_property, lru_cache
 from itertools import chain
 
 from paro.layout import ChunkRange, Unit, UnitLayout
-from paro.precision import PrecisionConfig
 from paro.spec.sharding_spec import ShardingSpec
 from paro.spec.states import is_for_muon
-from paro.strategy import Strategy
 from paro.topology import AxisSpan, Topology
 
 
@@ -208,13 +206,6 @@ def muon_chunks(layout: UnitLayout) -> tuple[ChunkRange, ...]:
     return tuple(at for at in layout.chunks if is_for_muon(at.chunk.name, at.chunk.shape))
 
 
-def muon_bucket_size(strategy: Strategy, precision: PrecisionConfig, group_size: int) -> int:
-    """Return how many units form a bucket, sharded over fewer ranks together; 1 without Muon."""
-    has_buckets = precision.optimizer == "muon" and not precision.quantizes
-    degree = max(strategy.params, strategy.grads, group_size)
-    return max(1, strategy.optim // degree) if has_buckets else 1
-
-
 def bucket_sizes(kinds: Sequence[Hashable], bucket_size: int) -> list[int]:
     """Return the `Unit.bucket_size` of every unit that trains, from the shapes of the units.
 
@@ -232,15 +223,8 @@ def bucket_sizes(kinds: Sequence[Hashable], bucket_size: int) -> list[int]:
     return sizes
 
 
-def prepare_for_muon(
-    units: Sequence[Unit], strategy: Strategy, precision: PrecisionConfig, group_size: int
-) -> tuple[Unit, ...]:
-    """Return the units with the matrices that Muon updates and, each, the size of its bucket.
-
-    With another optimizer the units are returned unchanged.
-    """
-    if precision.optimizer != "muon":
-        return tuple(units)
+def prepare_for_muon(units: Sequence[Unit], bucket_size: int) -> tuple[Unit, ...]:
+    """Return the units with the matrices that Muon updates and, each, the size of its bucket."""
     units = [
         replace(
             unit, matrices=tuple((m.offset, *m.chunk.sizes) for m in muon_chunks(unit.trainable))
@@ -249,7 +233,7 @@ def prepare_for_muon(
     ]
     trained = [unit for unit in units if unit.trainable.numel]
     kinds = [(unit.trainable.numel, unit.matrices) if unit.matrices else None for unit in trained]
-    sizes = iter(bucket_sizes(kinds, muon_bucket_size(strategy, precision, group_size)))
+    sizes = iter(bucket_sizes(kinds, bucket_size))
     return tuple(
         replace(unit, bucket_size=next(sizes)) if unit.trainable.numel else unit for unit in units
     )

@@ -16,7 +16,7 @@ from paro.collectives.schedule import Op
 from paro.layout import Unit, buffers_of
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.spec.context_layout import ALONE, ContextLayout
-from paro.spec.muon_rounds import muon_bucket_size, muon_rounds
+from paro.spec.muon_rounds import muon_rounds
 from paro.spec.optim_config import MuonConfig
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.sharding_spec import Collective, ShardingSpec
@@ -168,8 +168,10 @@ class RunSpec(RunSettings):
 
     @property
     def bucket_size(self) -> int:
-        """The number of units in a bucket; 1 without Muon."""
-        return muon_bucket_size(self.strategy, self.precision, self.group_size)
+        """The number of units in a bucket, sharded over fewer ranks together; 1 without Muon."""
+        has_buckets = self.precision.optimizer == "muon" and not self.precision.quantizes
+        degree = max(self.strategy.params, self.strategy.grads, self.group_size)
+        return max(1, self.strategy.optim // degree) if has_buckets else 1
 
     @property
     def overlaps(self) -> bool:

@@ -54,34 +54,29 @@ def _make_unit(
     return Unit(name=name, trainable=trainable, frozen=frozen)
 
 
-def _rotating_units(
-    config: LlamaConfig,
-    degree: int,
-    world_size: int,
-    is_trained: Callable[[str], bool],
-    in_place: bool,
-) -> tuple[Unit, ...]:
-    """Return units for rings of `degree` ranks: all norms, embedding, attentions, MLPs, head.
+def _rotating_units(run: RunSpec) -> tuple[Unit, ...]:
+    """Return the units of a run whose weights rotate: all norms, embedding, attentions, MLPs, head.
 
-    Names are as in `blocks.0.attention`. With `in_place`, slices may be sent in halves, each a
-    unit: `blocks.0.mlp 1/2` and `blocks.0.mlp 2/2`.
+    Names are as in `blocks.0.attention`. In place, slices may be sent in halves, each a unit:
+    `blocks.0.mlp 1/2` and `blocks.0.mlp 2/2`.
     """
-    shapes, units = parameter_shapes(config), []
-    for spec, part in unit_parts(config):
+    is_trained, degree = run.trained.__contains__, run.strategy.params
+    shapes, units = parameter_shapes(run.model), []
+    for spec, part in unit_parts(run.model):
         if spec.borrows:  # a tied head has no slices of its own
             continue
         label, cuts = spec.label_of(part), spec.cuts_of(part)
         sliced = {name: shapes.pop(name) for name in cuts}  # the rest of `shapes` is replicated
         halves: tuple[int | None, ...] = (None,)
-        if in_place:
+        if run.materialize.in_place:
             halves = halves_of(sliced, cuts=cuts, number=degree, shares=part.shares)
         for half in halves:
             layout = partial(
-                make_sliced_layout, cuts=cuts, number=degree, world_size=world_size, half=half
+                make_sliced_layout, cuts=cuts, number=degree, world_size=run.world_size, half=half
             )
             name = label if half is None else f"{label} {half + 1}/2"
             units.append(replace(_make_unit(name, sliced, layout, is_trained), part=label))
-    whole = partial(make_whole_layout, world_size=world_size)
+    whole = partial(make_whole_layout, world_size=run.world_size)
     return replace(_make_unit("norms", shapes, whole, is_trained), replicated=True), *units
 
 
@@ -136,17 +131,11 @@ def units_of(
     *,
     world_size: int,
     is_trained: Callable[[str], bool] = lambda _name: True,
-    rotated_over: int = 1,
-    in_place: bool = False,
 ) -> tuple[Unit, ...]:
     """Return the model's units, padded for every degree that divides `world_size`.
 
     They are embedding, blocks and head. A parameter trains unless `is_trained(name)` is false.
-    With `rotated_over` above 1 weights rotate over so many ranks: a block is two units (three with
-    `in_place`), and all norms form one more unit.
     """
-    if rotated_over > 1:
-        return _rotating_units(config, rotated_over, world_size, is_trained, in_place)
     layout = partial(make_whole_layout, world_size=world_size)
     return tuple(
         replace(
@@ -159,15 +148,16 @@ def units_of(
 
 
 def units_of_run(run: RunSpec) -> tuple[Unit, ...]:
-    """Return the units of a run; for Muon each has its matrices and the size of its bucket."""
-    units = units_of(
-        run.model,
-        world_size=run.world_size,
-        is_trained=run.trained.__contains__,
-        rotated_over=run.strategy.params if run.materialize.rotates else 1,
-        in_place=run.materialize.in_place,
-    )
-    return prepare_for_muon(units, run.strategy, run.precision, run.group_size)
+    """Return the units of a run; for Muon each has its matrices and the size of its bucket.
+
+    Where weights rotate a block is two units (three in place), and all norms form one more unit.
+    """
+    if run.materialize.rotates:
+        units = _rotating_units(run)
+    else:
+        trains = run.trained.__contains__
+        units = units_of(run.model, world_size=run.world_size, is_trained=trains)
+    return prepare_for_muon(units, run.bucket_size) if run.precision.optimizer == "muon" else units
 
 
 def shape_of_run(run: RunSpec, units: Sequence[Unit]) -> StepShape | RotationShape:

@@ -16,7 +16,7 @@ from paro.layout import in_buckets
 from paro.planning.run_memory import RunMemory
 from paro.planning.sending import traffic_of
 from paro.precision import PrecisionConfig
-from paro.spec import muon_rounds, run_spec, sharding_spec
+from paro.spec import run_spec, sharding_spec, units
 from paro.spec.context_layout import ContextLayout, head_exchange
 from paro.spec.offload import state_bytes
 from paro.spec.run_spec import ContextLimits, Materialize, RunSettings, RunSpec
@@ -149,8 +149,8 @@ def keeps_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets have other sizes than there are groups."""
-    of = muon_rounds.muon_bucket_size
-    monkeypatch.setattr(muon_rounds, "muon_bucket_size", lambda *given: 2 * of(*given))
+    of = units.prepare_for_muon
+    monkeypatch.setattr(units, "prepare_for_muon", lambda each, size: of(each, 2 * size))
 
 
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
