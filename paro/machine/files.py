@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +26,7 @@ from paro.machine.machine import (
     Nic,
     ranks_mistakes,
 )
-from paro.strategy import check_group_size
+from paro.strategy import check_group_size, fitting_group_size
 from paro.topology import Link
 
 FORMAT = "paro-machine-1"
@@ -110,10 +110,11 @@ def machine_of_launch(
 
     The group size is that of --paro-group-size, else `ranks_per_node`, else that of the machine.
     `UserError` if the machine contradicts the launch; `any_ranks` cuts the machine to the launch's
-    ranks before.
+    ranks before, with the links but without measurements.
     """
-    if any_ranks:
-        machine = machine.cut_to(world_size)
+    if any_ranks and world_size != machine.world_size:
+        size = fitting_group_size(machine.group_size, world_size)
+        machine = replace(machine, world_size=world_size, group_size=size, measured=(), uneven=())
     machine = machine.for_world(world_size, subject=subject)
     of_machine = machine.group_size
     of_launch = ranks_per_node or of_machine if group_size is None else group_size

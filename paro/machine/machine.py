@@ -22,7 +22,6 @@ from typing import Annotated, Any, Literal
 from paro.collectives.schedule import COLLECTIVES, Op
 from paro.errors import UserError, about, count_text
 from paro.files.schema import Count, Positive
-from paro.strategy import fitting_group_size
 from paro.topology import MOST_RANKS, Axes, Link
 
 _MAX = 1e30  # the largest time, size or rate: sums and products stay finite
@@ -200,13 +199,6 @@ class Machine:
             )
         with about(f"{subject} {self.name} for {ranks}: "):
             return replace(self, world_size=world_size, group_size=group_size)
-
-    def cut_to(self, world_size: int) -> Machine:
-        """Return the machine with other ranks, with the links but without measurements."""
-        if world_size == self.world_size:
-            return self
-        group_size = fitting_group_size(self.group_size, world_size)
-        return replace(self, world_size=world_size, group_size=group_size, measured=(), uneven=())
 
     @property
     def num_groups(self) -> int:
