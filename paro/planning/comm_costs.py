@@ -259,11 +259,6 @@ class ContextCosts:
         job = time(span, num_bytes)
         return ((job._replace(seconds=job.seconds * number),),) if number else ()
 
-    def exposed(self, kind: AttentionPass, seconds: float) -> float:
-        """Simulate how long a pass waits for other ranks if nothing else is sent."""
-        alone = GroupSpeed(num_groups=1), self._requests(kind, seconds, "", "")
-        return Simulation([alone]).run() - seconds
-
     @cached_property
     def loads(self) -> tuple[Mapping[Hashable, float], Mapping[Hashable, float]]:
         """The busy seconds of attention in a forward, and in a backward of a micro-batch.
@@ -279,7 +274,8 @@ class ContextCosts:
         for (attn_pass, seconds), count in Counter(chain(*map(self.passes, actions))).items():
             requests = self._schedules[attn_pass]
             parts = (part for each in requests if isinstance(each, QueueOp) for part in each.parts)
-            loads = {**busy_of(parts), THREAD: self.exposed(attn_pass, seconds)}
-            for load, took in loads.items():
+            alone = GroupSpeed(num_groups=1), self._requests(attn_pass, seconds, "", "")
+            exposed = Simulation([alone]).run() - seconds  # if nothing else is sent
+            for load, took in {**busy_of(parts), THREAD: exposed}.items():
                 busy[load] += count * took
         return busy

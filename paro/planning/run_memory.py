@@ -33,7 +33,7 @@ from paro.planning.tally import MemorySnapshot, StepTally
 from paro.quantization.formats import RangeFormat
 from paro.spec.offload import state_bytes
 from paro.spec.run_spec import RunSpec, collectives_of, groups_of
-from paro.spec.sharding_spec import Collective, ModelStateBytes, ShardingSpec
+from paro.spec.sharding_spec import ModelStateBytes, ShardingSpec
 from paro.spec.units import shape_of_run, units_of_run
 from paro.step.actions import OUTER_ROUND, ActionKind
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Sent, StreamKind
@@ -225,8 +225,11 @@ def _buffer_bytes(run: RunSpec, specs: Sequence[ShardingSpec], choice: Algorithm
             continue
         sizes = {}
         if "ho-ring" in names and has_both_links(each.span):
+            # The scratch buffers of the pipeline.
             count = num_chunks(each.op, each.span, each.num_bytes)
-            sizes["ho-ring"] = pipeline_bytes(each, count)
+            ranges = chunk_ranges(each.numel // each.num_shards, count)
+            chunk = max(stop - start for start, stop in ranges) * each.itemsize
+            sizes["ho-ring"] = chunk * sum(scratch_shards(each.span))
         if "flat" in names and each.op is not Op.ALL_REDUCE:
             sizes["flat"] = each.num_bytes
         if "native" in names and each.op is Op.ALL_GATHER and each.units > 1 and len(each.span) > 1:
@@ -268,10 +271,3 @@ def _round_bytes(specs: Iterable[ShardingSpec]) -> int:
             in_step = _sum_bytes(spec.quantized_grad_sync[0].num_bytes, spec.grad_format)
         movement, step = max(movement, 4 * spec.param_numel), max(step, in_step)
     return movement + step
-
-
-def pipeline_bytes(sent: Collective, num_chunks: int) -> int:
-    """Count bytes of the scratch buffers of HO-Ring's pipeline for a collective."""
-    ranges = chunk_ranges(sent.numel // sent.num_shards, num_chunks)
-    chunk = max(stop - start for start, stop in ranges) * sent.itemsize
-    return chunk * sum(scratch_shards(sent.span))

@@ -88,17 +88,15 @@ class StrategyLimits(NamedTuple):
 
         `rotated` is the model if its weights rotate, None if they are gathered.
         """
-        reason = self.loss_reason(strategy)
-        if reason is None and self.outer is not None:
-            reason = self._outer_reason(strategy, self.outer)
+        reason = self.loss_reason(strategy) or self._outer_reason(strategy)
         if reason is None and rotated is not None:
             reason = self._rotation_reason(strategy, rotated)
         return reason
 
-    def _outer_reason(self, strategy: Strategy, outer: OuterConfig) -> str | None:
-        """Say why groups cannot train alone under a strategy; None if they can."""
-        group_size = self.group_size
-        if strategy.optim <= group_size:
+    def _outer_reason(self, strategy: Strategy) -> str | None:
+        """Say why groups cannot train alone under a strategy; None if they can, or need not."""
+        group_size, outer = self.group_size, self.outer
+        if outer is None or strategy.optim <= group_size:
             return None
         degrees = (min(degree, group_size) for degree in strategy.degrees)
         inside = strategy_of(*degrees, world_size=self.world_size, group_size=group_size)
