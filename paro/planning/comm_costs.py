@@ -120,17 +120,13 @@ class CommCosts:
         return sum(sum(costs.coding_bytes.values()) for costs in self.of_buffers)
 
     def _costs_of(self, spec: ShardingSpec) -> BufferCosts:
-        queued = dict(self._queued(spec))
+        # The work that each action queues: collectives, or shifts.
+        others = PASS_OF.values() if self.run.materialize.rotates else PASS_OF
+        kinds = [kind for kind in _KINDS if kind not in others]
+        works = ((kind, tuple(self._work(kind, spec.sent_by(kind)))) for kind in kinds)
+        queued = {kind: work for kind, work in works if work}
         coding_bytes = self._add_copies(spec, queued) if spec.buffer.trains else {}
         return BufferCosts(queued, {kind: busy_of(queued[kind]) for kind in queued}, coding_bytes)
-
-    def _queued(self, spec: ShardingSpec) -> Iterator[tuple[ActionKind, tuple[QueuedJobs, ...]]]:
-        """Yield the work that each action queues: collectives, or shifts."""
-        others = PASS_OF.values() if self.run.materialize.rotates else PASS_OF
-        for kind in _KINDS:
-            work = () if kind in others else tuple(self._work(kind, spec.sent_by(kind)))
-            if work:
-                yield kind, work
 
     def _work(self, kind: ActionKind, sent: Sequence[Collective]) -> Iterator[QueuedJobs]:
         """Yield the work of the collectives of an action, each on its comm stream."""
