@@ -204,9 +204,7 @@ def build_sources(
     """
     batches, rank, layout = config.batches, training.control.world.rank, config.context.layout
     ranges = layout.ranges(rank, config.data.seq_length) if layout.size > 1 else None
-
-    def fetch(samples: Samples) -> BatchFetcher:
-        return BatchFetcher(samples, config.data, config.eod, ranges=ranges)
+    fetch = partial(BatchFetcher, rules=config.data, eod=config.eod, ranges=ranges)
 
     def read(fetch: BatchFetcher, size: int, consumed: int) -> MicroBatches:
         return MicroBatches(
@@ -223,7 +221,7 @@ def build_sources(
         size = batches.eval_micro_batch
         at_once = size * batches.data_parallel_size
         counts = datasets.token_bytes(samples, config.vocab_size, trained_on)
-        scored = replace(fetch(samples), whole=whole, token_bytes=counts)
+        scored = fetch(samples, whole=whole, token_bytes=counts)
         return HeldOutData(
             name=name or None,
             batches=read(scored, size, 0 if whole else consumed),
