@@ -7,7 +7,6 @@ import resource
 import signal
 import threading
 from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
 from itertools import chain, count, repeat
@@ -223,7 +222,7 @@ class MicroBatches:
 
     def __next__(self) -> Batch:
         if self._source is None:
-            self._source = self._read_ahead() if self.num_workers > 0 else self._read()
+            self._source = self._read()
         try:
             batch = self._received(self._source)
         except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
@@ -273,31 +272,32 @@ class MicroBatches:
         return (range(start + first, start + first + size) for start in starts)
 
     def _read(self) -> Iterator[Batch | Failure]:
-        for numbers in self.sample_numbers():
-            batch = self.fetch[numbers]
-            if self.pin_memory and isinstance(batch, Batch):
-                batch = batch.pin_memory()
-            yield batch
-
-    def _read_ahead(self) -> Iterator[Batch | Failure]:
         loader: DataLoader[Batch | Failure] = DataLoader(
             self.fetch,
             batch_size=None,
             sampler=self.sample_numbers(),
             num_workers=self.num_workers,
-            timeout=_POLL_SECONDS,  # after it, check for dead workers and wait again
+            # After it, check for dead workers and wait again.
+            timeout=_POLL_SECONDS if self.num_workers else 0,
             pin_memory=self.pin_memory,
-            collate_fn=_shared,
-            worker_init_fn=_leave_process_group,
+            collate_fn=_shared if self.num_workers else None,
+            # A launcher signals the whole process group of a rank. Workers must keep running until
+            # the trainer exits, so that it can finish its step and save.
+            worker_init_fn=lambda _: os.setpgid(0, 0),
             generator=torch.Generator(),  # keeps DataLoader from drawing from the global RNG
         )
-        with _child_signals_left_alone():
-            try:
-                return iter(loader)
-            except OSError as error:  # semaphores are there too
-                if (limit := open_files_limit(error)) is not None:
-                    raise UserError(limit) from error
-                raise self._no_shared_memory(str(error)) from error
+        # Torch's handler of SIGCHLD could raise anywhere in the training thread. Without it a dead
+        # worker is detected where its batch is waited for.
+        handler = signal.getsignal(signal.SIGCHLD)
+        try:
+            return iter(loader)
+        except OSError as error:  # semaphores are there too
+            if (limit := open_files_limit(error)) is not None:
+                raise UserError(limit) from error
+            raise self._no_shared_memory(str(error)) from error
+        finally:
+            if threading.current_thread() is threading.main_thread():  # in others torch sets none
+                signal.signal(signal.SIGCHLD, handler)
 
     def _no_shared_memory(self, cause: str) -> UserError:
         return UserError(
@@ -305,28 +305,6 @@ class MicroBatches:
             f"({cause}): make it writable and larger (docker run --shm-size), or give "
             "--num-workers 0"
         )
-
-
-@contextmanager
-def _child_signals_left_alone() -> Iterator[None]:
-    """Restore the SIGCHLD handler: torch's could raise anywhere in the training thread.
-
-    Without torch's handler a dead worker is detected where its batch is waited for.
-    """
-    if threading.current_thread() is not threading.main_thread():  # torch sets none here either
-        yield
-        return
-    handler = signal.getsignal(signal.SIGCHLD)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, handler)
-
-
-def _leave_process_group(worker: int) -> None:
-    # A launcher signals the whole process group of a rank. Workers must keep running until the
-    # trainer exits, so that it can finish its step and save.
-    os.setpgid(0, 0)
 
 
 def _shared(batch: Any) -> Any:  # DataLoader's annotation is list, even without batching
