@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from model.matmul import GradSink, sink_of, store_grad
+from model.matmul import GradSink, sink_of
 from model.norm import Slices, add_slices
 
 
@@ -42,7 +42,9 @@ class Embedding(nn.Module):
 
 def _rows(row_BS: Tensor, weight_VD: Tensor) -> Tensor:
     sink = sink_of(weight_VD)
-    if sink is None:
+    # Not row by row on a GPU, where the order of additions would vary, nor in 16 bits, where each
+    # would round: autograd delivers a whole gradient there.
+    if sink is None or weight_VD.device.type != "cpu" or weight_VD.dtype != torch.float32:
         return F.embedding(row_BS, weight_VD)
     return _RowsOfSink.apply(row_BS, weight_VD, sink)
 
@@ -61,16 +63,8 @@ class _RowsOfSink(torch.autograd.Function):
         (row_BS,) = ctx.saved_tensors
         (grad_BSD,) = grads
         into_VD, adds = ctx.sink.open()
-        # Not row by row on a GPU, where the order of additions would vary, nor in 16 bits, where
-        # each would round.
-        if grad_BSD.device.type == "cpu" and into_VD.dtype == grad_BSD.dtype == torch.float32:
-            if not adds:
-                into_VD.zero_()
-            into_VD.index_add_(0, row_BS.flatten(), grad_BSD.flatten(0, -2))
-        else:
-            grad_VD = torch.ops.aten.embedding_dense_backward(
-                grad_BSD, row_BS, into_VD.shape[0], padding_idx=-1, scale_grad_by_freq=False
-            )
-            store_grad(grad_VD, into_VD, adds=adds)
+        if not adds:
+            into_VD.zero_()
+        into_VD.index_add_(0, row_BS.flatten(), grad_BSD.flatten(0, -2))
         ctx.sink.close()
         return None, None, None

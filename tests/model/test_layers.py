@@ -127,6 +127,7 @@ def test_a_sink_gets_torchs_gradient_unless_nothing_trains(
     model = Embedding()
     model.weight = torch.nn.Parameter(normal(ROWS, WIDTH, seed=5, dtype=dtype))
     model.weight.grad_sink = sink  # type: ignore[attr-defined]
+    model.weight.register_post_accumulate_grad_hook(sink.take)
     with torch.no_grad():
         model(tokens_BS)
     x_BSD = model(tokens_BS)

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.config import LlamaConfig
+from model.matmul import GradSink
 
 SMALL = LlamaConfig(
     num_layers=2,
@@ -82,7 +83,7 @@ def flops_of(run: Callable[[], object]) -> int:
     return int(counter.get_total_flops())
 
 
-class Sink:
+class Sink(GradSink):
     """A buffer for a gradient, to which it is added if asked for; notes its calls."""
 
     def __init__(self, buffer: Tensor, *, adds: bool = False) -> None:
