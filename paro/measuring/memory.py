@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +39,7 @@ def memory_of_rank(control: Control) -> int:
 def bytes_in_use(device: torch.device) -> int:
     """Return the bytes that a rank uses without a model: libraries, or a GPU's context."""
     if device.type == "cuda":
+        torch.cuda.synchronize(device)
         free, total = torch.cuda.mem_get_info(device)
         return max(0, total - free - torch.cuda.memory_reserved(device))
     return anonymous_bytes()
@@ -51,21 +51,13 @@ def with_communicators(
     """Add the memory of NCCL's communicators; collective. CPU ranks have none."""
     if control.device.type != "cuda":
         return device
-    communicator, loaded = measure_communicators(
-        control, topology, config, free=lambda: available_bytes(control.device)
-    )
+    communicator, loaded = measure_communicators(control, topology, config)
     reserved = min(device.reserved_bytes + loaded, device.memory_bytes - 1)
     return replace(device, reserved_bytes=reserved, communicator_bytes=communicator)
 
 
-def available_bytes(device: torch.device) -> int:
-    """Count free bytes of a GPU, and the bytes that torch's allocator holds."""
-    torch.cuda.synchronize(device)
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-
-
 def measure_communicators(
-    control: Control, topology: Topology, config: RuntimeConfig, *, free: Callable[[], int]
+    control: Control, topology: Topology, config: RuntimeConfig
 ) -> tuple[int, int]:
     """Make and use groups along each axis and along all axes, for gathers and reductions.
 
@@ -81,9 +73,9 @@ def measure_communicators(
         (StreamKind.GATHER, spans[0]),
         *((u, s) for s in spans for u in COLLECTIVE_STREAMS),
     ]:
-        before = free()
+        before = bytes_in_use(control.device)
         made.append(_make_and_use(control, topology, config, kind, span))
-        sizes.append(before - free())
+        sizes.append(bytes_in_use(control.device) - before)
     control.barrier()
     for collectives in made:
         collectives.close()

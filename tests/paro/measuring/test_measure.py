@@ -248,17 +248,17 @@ class SimulatedDevice:
     """A group takes memory when it is made and first used; the first one also loads kernels."""
 
     def __init__(self, *, kernels: int) -> None:
-        self.free = 1000 * MB
+        self.used = 0
         self.kernels = kernels
         self.closed = 0
 
     def make(self, _topology: object, _rank: int, spans: Spans, *_: object, **__: object) -> None:
         (((span,)),) = spans.values()
-        self.free -= 10 * MB * len(span) + self.kernels
+        self.used += 10 * MB * len(span) + self.kernels
         self.kernels = 0
 
     def run(self, request: CollectiveRequest) -> SimulatedDevice:
-        self.free -= (3 if request.op is Op.ALL_GATHER else 4) * MB
+        self.used += (3 if request.op is Op.ALL_GATHER else 4) * MB
         return self
 
     def wait(self) -> None:
@@ -275,6 +275,7 @@ def test_the_largest_group_counts_and_the_first_loads_kernels(
     monkeypatch.setattr(memory, "make_groups", device.make)
     monkeypatch.setattr(memory, "make_collectives", lambda *_: device)
     control = Control(World(), torch.device("cpu"))
-    found = memory.measure_communicators(control, TOPOLOGY, CONFIG, free=lambda: device.free)
+    monkeypatch.setattr(memory, "bytes_in_use", lambda _: device.used)
+    found = memory.measure_communicators(control, TOPOLOGY, CONFIG)
     assert found == (24 * MB, 50 * MB)
     assert device.closed == 7  # the first, and both uses of two axes and of all
