@@ -178,11 +178,27 @@ def build_gpt_dataset(indexed: IndexedDataset, request: SplitRequest) -> GPTData
 
     `TooFewTokensError` if it has no sample.
     """
+    config, split, prefix = request.config, request.config.split_in_use, indexed.prefix
     plan = plan_split(indexed, request)
     lengths = indexed.sequence_lengths()
-    if request.config.sft:
+    if config.sft:
         lengths = np.full_like(lengths, plan.seq_length)
-    entry = _cache_entry(indexed.prefix, lengths, request)
+    # Megatron's facts identify sizes instead of the tokenizer.
+    facts = {
+        "class": "GPTDataset",
+        "dataset_path": prefix,
+        "num_samples": request.num_samples,
+        "index_split": request.split_name,
+        "random_seed": config.seed,
+        "sequence_length": config.seq_length,
+        "split": split,
+        "split_matrix": None if split is None else split_matrix(split),
+        # Files rewritten under the same prefix thereby never get the old order.
+        "sequence_lengths_crc32": crc32(lengths.data),
+        **({"sft": True} if config.sft else {}),
+    }
+    folder = config.cache_folder(prefix)
+    entry = CacheEntry(folder=folder, split_name=request.split_name, facts=facts)
     order, source = cached(entry, SampleOrder, lambda: build_order(lengths, plan))
     return GPTDataset(indexed, plan, order, vocab_size=request.vocab_size, source=source)
 
@@ -210,26 +226,6 @@ def plan_split(indexed: IndexedDataset, request: SplitRequest) -> OrderPlan:
         seed=config.seed,
         shared_tokens=shared_tokens,
     )
-
-
-def _cache_entry(prefix: str, lengths: NDArray[np.int32], request: SplitRequest) -> CacheEntry:
-    """Name the cache by Megatron's facts, which identify sizes instead of the tokenizer."""
-    config, split = request.config, request.config.split_in_use
-    facts = {
-        "class": "GPTDataset",
-        "dataset_path": prefix,
-        "num_samples": request.num_samples,
-        "index_split": request.split_name,
-        "random_seed": config.seed,
-        "sequence_length": config.seq_length,
-        "split": split,
-        "split_matrix": None if split is None else split_matrix(split),
-        # Files rewritten under the same prefix thereby never get the old order.
-        "sequence_lengths_crc32": crc32(lengths.data),
-        **({"sft": True} if config.sft else {}),
-    }
-    folder = config.cache_folder(prefix)
-    return CacheEntry(folder=folder, split_name=request.split_name, facts=facts)
 
 
 def check_answers(corpora: Mapping[str, Sequence[GPTDataset]]) -> None:

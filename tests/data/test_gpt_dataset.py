@@ -30,7 +30,7 @@ from data.gpt_dataset import (
     build_gpt_dataset,
     open_checked,
 )
-from data.index_cache import StoredArray, cached
+from data.index_cache import StoredArray
 from data.indexed_dataset import IndexedDataset
 from data.sample_order import SampleOrder
 from paro.errors import UserError
@@ -224,22 +224,21 @@ def test_concurrent_builders_agree(corpus: IndexedDataset) -> None:
     assert len(cache_files(build(corpus, count=2000))) == 4
 
 
-def hold_the_lock(prefix: str, holding: object) -> None:
-    def build_for_ever() -> SampleOrder:
+def hold_the_lock(corpus: IndexedDataset, holding: object) -> None:
+    def build_for_ever(*_: object) -> SampleOrder:
         holding.set()  # type: ignore[attr-defined]
         time.sleep(600)
         raise AssertionError
 
-    lengths = IndexedDataset(prefix).sequence_lengths()
-    entry = data.gpt_dataset._cache_entry(prefix, lengths, requested())
-    cached(entry, SampleOrder, build_for_ever)
+    data.gpt_dataset.build_order = build_for_ever
+    build(corpus)
 
 
 @pytest.mark.process
 def test_a_builder_that_dies_holds_nobody_back(corpus: IndexedDataset) -> None:
     context = multiprocessing.get_context("fork")
     holding = context.Event()
-    builder = context.Process(target=hold_the_lock, args=(corpus.prefix, holding))
+    builder = context.Process(target=hold_the_lock, args=(corpus, holding))
     builder.start()
     assert holding.wait(60)
     with ThreadPoolExecutor() as pool:
