@@ -136,12 +136,8 @@ class PrecisionConfig:
         )
         if self.optimizer_cpu_offload:
             text += f", of these {self.offload_fraction:.0%} in host memory"
-        for what, bits in (
-            ("updates of params", self.inter_param_bits),
-            ("gradients", self.inter_grad_bits),
-        ):
-            if bits != FULL_BITS:
-                text += f", {what} cross groups in {bits} bits"
+        if self.quantizes:
+            text += f", {self.describe_inter_bits()} cross groups"
         if self.inter_grad_error_feedback:
             text += " with error feedback"
         return text
