@@ -227,9 +227,24 @@ class CollectiveBenchmark:
     def run_and_compute(
         self, collectives: Collectives, checked: CheckedInput, repeats: int
     ) -> float:
-        """Time a short run of this rank that also computes; return a repetition's seconds."""
-        with computing(self.control.device):
+        """Time a short run of this rank, and return a repetition's seconds.
+
+        Meanwhile another thread multiplies matrices, as small as those of a block in training.
+        """
+        end, device = threading.Event(), self.control.device
+        left, right = torch.ones(128, 256, device=device), torch.ones(256, 256, device=device)
+
+        def compute() -> None:
+            while not end.is_set():
+                torch.mm(left, right)
+
+        thread = threading.Thread(target=compute, daemon=True)
+        thread.start()
+        try:
             return self.run(collectives, checked, min(repeats, LEAST_REPEATS)).seconds
+        finally:
+            end.set()
+            thread.join()
 
     def run_on_all(self, collectives: Collectives, checked: CheckedInput, repeats: int) -> TimedRun:
         """Time a run, and combine the figures of all ranks; collective."""
@@ -256,25 +271,6 @@ class CollectiveBenchmark:
         repeats = count_repeats(timed, once, self.control.device.type)
         busy = longer * (like.busy_seconds or 0.0) * min(repeats, LEAST_REPEATS)
         return (1 + self.rounds * repeats) * once + busy
-
-
-@contextmanager
-def computing(device: torch.device) -> Iterator[None]:
-    """Multiply matrices in another thread, as small as those of a block in training."""
-    end = threading.Event()
-    left, right = (torch.ones(128, 256, device=device), torch.ones(256, 256, device=device))
-
-    def compute() -> None:
-        while not end.is_set():
-            torch.mm(left, right)
-
-    thread = threading.Thread(target=compute, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        end.set()
-        thread.join()
 
 
 def time_links(
