@@ -139,7 +139,13 @@ def find_measured(config: RunConfig, control: Control, watchdog: Watchdog) -> Ma
     _forget(control.device)
     took = time.monotonic() - begin
     if control.world.rank == 0:
-        log.log0(f"> measured in {took:.0f} s: {write_machine(path, machine)}")
+        written = f"machine file {path}, which --paro-machine takes"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, machine_to_json(machine))
+        except OSError as error:
+            written = f"the next start measures again, {path} cannot be written: {describe(error)}"
+        log.log0(f"> measured in {took:.0f} s: {written}")
     return machine
 
 
@@ -216,16 +222,6 @@ def reason_invalid(run: RunSpec, depends_on: Mapping[str, str], machine: Machine
     return "it has no device" if machine.device is None else None
 
 
-def write_machine(path: Path, machine: Machine) -> str:
-    """Write the machine file for the next start; return a line about it, also about an error."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, machine_to_json(machine))
-    except OSError as error:
-        return f"the next start measures again, {path} cannot be written: {describe(error)}"
-    return f"machine file {path}, which --paro-machine takes"
-
-
 def measure_machine(
     config: RunConfig, control: Control, *, name: str, source: str, say: Callable[[str], None]
 ) -> Machine:
@@ -258,9 +254,7 @@ def measure_machine(
     largest = max(unit.numel for unit in units) * BYTES_OF["fp32"]
     results = time_links(benchmark, spans_of(run), most_bytes=largest, seconds=seconds, say=say)
     machine = Machine(name=name, source="", world_size=world.size, group_size=world.group_size)
-    machine = with_measured(machine, results, device, source=source)
-    of_first_rank: Machine = control.gather(machine)[0]
-    return of_first_rank
+    return control.gather(with_measured(machine, results, device, source=source))[0]
 
 
 def algorithms_of(run: RunSpec) -> tuple[str, ...]:
