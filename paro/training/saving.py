@@ -147,12 +147,13 @@ class Saver:
         Raises `LockLostError` on all ranks if another run has taken the folder's lock.
         """
         failure = self.background.wait()
-        if failure is not None and not isinstance(failure, (UserError, StorageError)):
-            raise failure
-        with self._ranks.raise_on_all_ranks(name_rank=False), suppress(OSError), store_timeout(5):
-            self._ranks.check_lock()  # a missing folder is no error here: the next save reports it
         if failure is None:
+            quietly = suppress(OSError)  # such as a missing folder: the next save reports it
+            with self._ranks.raise_on_all_ranks(name_rank=False), quietly, store_timeout(5):
+                self._ranks.check_lock()
             return True
+        if not isinstance(failure, (UserError, StorageError)):
+            raise failure
         message = f"iteration {self._saved} is not saved: {failure}"
         is_lost = isinstance(failure, LockLostError)
         if is_lost or self.config.checkpoint.on_save_failure == "stop":
