@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderResult
@@ -29,29 +30,24 @@ _LEAST_SECONDS = 0.25  # least time between two redraws; faster redraws are not 
 _HOME = "\x1b[H"  # escape sequence that moves the cursor to the first line
 
 
-def spark_line(values: Sequence[float], *, width: int = _SPARKS) -> str:
-    """Draw values as at most `width` block characters, from minimum to maximum; average down."""
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return ""
-    size = max(1, math.ceil(len(finite) / width))
-    chunks = [finite[at : at + size] for at in range(0, len(finite), size)]
-    means = [math.fsum(chunk) / len(chunk) for chunk in chunks]
-    low, spread = min(means), max(means) - min(means)
-    top = len(_BLOCKS) - 1
-    return "".join(
-        _BLOCKS[round((mean - low) / spread * top)] if spread else _BLOCKS[0] for mean in means
-    )
-
-
 class Sparkline:
-    """Renderable for rich: values as block characters, as wide as the column."""
+    """Renderable for rich: values as block characters, from minimum to maximum.
+
+    Values are averaged down to the width of the column.
+    """
 
     def __init__(self, values: Sequence[float]) -> None:
         self._values = values
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(spark_line(self._values, width=min(_SPARKS, options.max_width)))
+        finite = [value for value in self._values if math.isfinite(value)]
+        if not finite:
+            return
+        size = math.ceil(len(finite) / min(_SPARKS, options.max_width))
+        means = [fmean(finite[at : at + size]) for at in range(0, len(finite), size)]
+        low, spread = min(means), max(means) - min(means)
+        levels = [(mean - low) / spread if spread else 0.0 for mean in means]
+        yield Text("".join(_BLOCKS[round(level * (len(_BLOCKS) - 1))] for level in levels))
 
 
 class LiveConsole(Console):

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from paro.distributed.exposed_time import ExposedTime
 from paro.report.config import ReportConfig
-from paro.report.live_view import LiveConsole, LiveView, spark_line
+from paro.report.live_view import LiveConsole, LiveView, Sparkline
 from paro.report.log import Log, Terminal, print_line, set_logging_level
 from paro.report.record import IterationRecord, Validation, summarize
 from tests.helpers.streams import FAILURES, Failing
@@ -82,7 +82,9 @@ def test_it_shows_progress_loss_throughput_memory_and_placement() -> None:
 def test_it_is_as_wide_as_the_terminal(width: int) -> None:
     lines = last_of(drawn(*map(record, range(1, 20)), width=width))
     assert {len(line) for line in lines} == {width}
-    assert spark_line((1.0, math.inf, 2.0, math.nan), width=8) == "▁█"
+    stream = io.StringIO()
+    Console(file=stream, width=8).print(Sparkline((1.0, math.inf, 2.0, math.nan)))
+    assert stream.getvalue() == "▁█\n"
     (loss,) = (line for line in lines if "loss " in line)
     assert re.search("19.0000  ▁[▁-█]+█ +lowest so far 1.0000", loss)
     assert "parameters  I" in "".join(lines)
