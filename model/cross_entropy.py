@@ -172,10 +172,8 @@ class _WeightGrad:
 
     def __init__(self, sink: GradSink | None, *, several: bool) -> None:
         self._several = several
-        self._into_VD: Tensor | None = None
-        self._into_adds = False
-        if sink is not None:
-            self._into_VD, self._into_adds = sink.open()
+        into: tuple[Tensor | None, bool] = (None, False) if sink is None else sink.open()
+        self._into_VD, self._into_adds = into
         self._total_VD: Tensor | None = None
         if not several or (self._into_VD is not None and self._into_VD.dtype == torch.float32):
             self._total_VD = self._into_VD
