@@ -221,7 +221,6 @@ def start_report(
 
 def open_view(run: RunSpec, report: Report, terminal: Terminal, placement: Sequence[str]) -> None:
     """Replace the log lines by a live view, on the terminal of the rank that prints them."""
-    report.is_live = not terminal.keeps_lines
     if not report.log.is_last:
         return
     from paro.report.live_view import LiveConsole, LiveView  # the package rich may be missing

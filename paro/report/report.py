@@ -78,7 +78,6 @@ class Report:
     metrics: MetricsFile | None = None  # the files of the run, on the first rank
     record: RunRecord | None = None
     view: LiveView | None = None  # the live view, on the rank that draws it
-    is_live: bool = False  # True: a view on some rank replaces the log lines
     forecast: MemoryForecast | None = None  # predicted memory; None: not known yet
 
     def __post_init__(self) -> None:
@@ -142,7 +141,7 @@ class Report:
             seconds_left=left,
             now=datetime.now(),
         )
-        if not self.is_live:
+        if self.view is None or self.view.console.stderr:  # else it replaces the log lines
             self.log.log_last(line)
         if metrics.mfu_causal > 1.0 and self._doubts_speed:
             self.log.log_last(impossible_line(metrics, self.facts))
@@ -246,7 +245,7 @@ class Report:
         except Exception as error:  # for example: the terminal is closed
             with suppress(Exception):
                 view.close()
-            self.view, self.is_live = None, False  # print log lines from here on
+            self.view = None  # print log lines from here on
             self.log.log_last(
                 f"--terminal live is left out from here on: {type_and_message(error)}"
             )

@@ -150,7 +150,6 @@ def test_a_terminal_that_is_gone_costs_the_view_and_not_the_run(
     report.log = Log(one_speaker=True, write=terminal.show)
     console = LiveConsole(stderr=terminal.keeps_lines)
     report.view = terminal.view = LiveView(FACTS, title="", placement=(), console=console)
-    report.is_live = True
     monkeypatch.setattr("paro.report.live_view._LEAST_SECONDS", 0.0)
     report.iteration(record(1))
     output.fails = True
