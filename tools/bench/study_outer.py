@@ -188,16 +188,16 @@ def report(finished: Finished) -> str:
     """Format held-out losses of all cases found so far, as Markdown."""
     cases = [case for case in cases_for(finished) if _of_seeds(case, finished)]
     rows = []
-    base, alone = (_of_seeds(case, finished) for case in (SYNCHRONOUS, ALONE))
+    adamw, muon, alone = (_of_seeds(c, finished) for c in (SYNCHRONOUS, SYNCHRONOUS_MUON, ALONE))
     for case in cases:
-        losses = _of_seeds(case, finished)
+        losses, base = _of_seeds(case, finished), muon if case.flags else adamw
         apart = [loss - base[seed] for seed, loss in losses.items() if seed in base]
         listed = ", ".join(f"{loss:.4f}" for loss in losses.values())
         gap = f"{mean(apart):+.4f}" if apart else ""
         ways = [
             (alone[seed] - loss) / (alone[seed] - base[seed])
             for seed, loss in losses.items()
-            if seed in base and seed in alone
+            if seed in base and seed in alone and not case.flags  # no group alone has Muon
         ]
         way = f"{mean(ways):.0%}" if ways else ""
         rows.append((case.name, f"{best_rate(case, finished):g}", listed, gap, way))
