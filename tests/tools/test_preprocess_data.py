@@ -96,7 +96,8 @@ def test_a_key_that_cannot_be_finished_leaves_all_as_they_were(
 def test_mistakes_are_one_line_and_leave_nothing(tmp_path: Path) -> None:
     for flags, message in (
         (["--input", "none.jsonl"], "--input none.jsonl is missing"),
-        (["--partitions", "1" + "0" * 30], "must be at most 10000"),
+        (["--partitions", "10001"], "must be at most 10000"),
+        (["--partitions", "1" + "0" * 30], "--partitions: ... must be at most 9223372036854775807"),
         *((["--workers", n], f"--workers {n} must be at") for n in ("0", "1000000")),
         (["--split-sentences"], "--split-sentences is not supported"),
         (["--json-keys", "empty", "--skip-malformed"], "holds no text under the key 'empty'"),
