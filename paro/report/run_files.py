@@ -23,7 +23,6 @@ import json
 import math
 import os
 import platform
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime
@@ -137,7 +136,7 @@ def _keep_up_to(path: Path, iteration: int, say: Callable[[str], None]) -> None:
     if removed or (iteration == 0 and record.exists()):
         earlier = earlier_file(path)
         if record.exists():
-            shutil.copyfile(record, run_record_path(earlier))
+            replace_file(run_record_path(earlier), read_bytes(record))
         if removed:
             replace_file(earlier, b"".join(line + b"\n" for line in removed))
         copy = earlier if removed else run_record_path(earlier)

@@ -292,8 +292,8 @@ def test_a_run_saves_to_a_store_and_continues_from_it(
             done = train(tmp_path, save, *flags)
             assert done.returncode == 0, done.stderr
         assert iterations_in(path_of(save)) == {2, 4, 5, 6}
-        assert latest_iteration(save) == 6
-        manifest = read_manifest(find_checkpoint(save))
+        assert latest_iteration(path_of(save)) == 6
+        manifest = read_manifest(find_checkpoint(path_of(save)))
         manifest.verify()
         sums.append({name.rpartition("__")[2]: of for name, of in manifest.files.items()})
     if not how:

@@ -81,6 +81,8 @@ def save_run(
     assert config.checkpoint.save is not None, "nowhere to save"
     folders = ranks_by_folder(Path(config.checkpoint.save), training.control, "--save")
     locked = LockedFolders(folders, None)
+    # What a saver loaded it does not save again, and `state` may be the loaded one, trained on.
+    resumed = resumed._replace(state=None)
     saver = Saver(config, training, Log(rank=0, world_size=1), locked, resumed=resumed)
     saver.save(state or TrainState.at_start(config.loss_scale))
     saver.settle()

@@ -106,6 +106,9 @@ def test_what_earlier_starts_logged_is_kept_with_their_records(tmp_path: Path) -
     assert "b.jsonl.earlier_1.run.json" in "".join(write(tmp_path / "b.jsonl", range(1, 2), 0))
     kept_alone = tmp_path / "b.jsonl.earlier_1.run.json"
     assert kept_alone.read_text() == "of metrics that somebody has moved"
+    alone = run_record_path(tmp_path / "c.jsonl")
+    alone.symlink_to("/dev/null")  # a copy of /dev/zero would fill the disk
+    refused(lambda: opened(tmp_path / "c.jsonl", 0), f"{alone} is no regular file")
 
 
 @pytest.mark.parametrize(
