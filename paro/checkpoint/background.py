@@ -93,7 +93,7 @@ class Background:
         return self._failure is not None
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run a job in the calling thread, and keep its exception like that of a started one."""
+        """Run a job in the calling thread, and keep its exception until `wait` is called."""
         try:
             with torch.no_grad():
                 job()
